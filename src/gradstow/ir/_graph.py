@@ -1,0 +1,213 @@
+"""The captured training step as plain data: storages, values, ops, regions. No torch in here.
+
+Ids are positions: ``region.ops[3]`` is op 3 of that region. Bytes belong to storages; views and
+in-place results share one, so nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class StorageKind(StrEnum):
+    """Who owns a storage, which decides how long it lives."""
+
+    RESIDENT = "resident"  # parameter, buffer or batch: alive before, during and after the step
+    BOUNDARY = "boundary"  # made by an earlier region, read by this one
+    ACTIVATION = "activation"  # made by a forward op
+    TANGENT = "tangent"  # gradient that enters the region's backward
+    GRADIENT = "gradient"  # made by a backward op
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block of memory. ``origin`` is (region, storage) of the maker for a boundary storage."""
+
+    nbytes: int
+    kind: StorageKind
+    origin: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor: a view on a storage."""
+
+    name: str
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """A cheaper or purer way to make some of an op's outputs again (BatchNorm without statistics)."""
+
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    signature: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call in the captured graph.
+
+    Attributes:
+        inputs, outputs: value ids. Several outputs are one unit: they are made together.
+        backward: whether the op belongs to the backward part.
+        view: makes no storage of its own and costs nothing.
+        pinned: why the op may never run twice, or "" (random numbers, routing, side effects).
+        writes: storages that the op changes in place (BatchNorm statistics).
+        overwrites: input values whose dying storage the first output may take over.
+        rerun: how to make its outputs again; None means by the op itself.
+        signature: canonical JSON of the call: target, tensor layouts, constants. Key of the cost table.
+        module, source: where in the user's model it comes from.
+    """
+
+    name: str
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    backward: bool = False
+    view: bool = False
+    pinned: str = ""
+    writes: tuple[int, ...] = ()
+    overwrites: tuple[int, ...] = ()
+    rerun: Rerun | None = None
+    signature: str = ""
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One captured graph: a forward part and a backward part.
+
+    Attributes:
+        ops: in the order of the captured graph; all forward ops come before all backward ops.
+        inputs: value ids that come from outside, in call order.
+        outputs: value ids that the forward hands out, in order; -1 for a constant.
+        tangents: value ids of the output gradients that really arrive.
+        tangent_mask: for each gradient that could arrive, whether it does in this step.
+        gradients: value ids that the backward hands out; -1 for None.
+        accumulated: for each gradient, whether it ends in a ``.grad`` and so lives to the end of the step.
+        managed: False for code that runs as plain PyTorch (a loss outside the model).
+        fingerprint: structural hash of the captured graph; what runs must have the same.
+    """
+
+    name: str
+    storages: tuple[Storage, ...]
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    tangents: tuple[int, ...]
+    tangent_mask: tuple[bool, ...]
+    gradients: tuple[int, ...]
+    accumulated: tuple[bool, ...]
+    managed: bool = True
+    fingerprint: str = ""
+
+    def producers(self) -> dict[int, int]:
+        """Value id → id of the op that makes it; inputs and tangents are absent."""
+        return {value: index for index, op in enumerate(self.ops) for value in op.outputs}
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes alive on the device when the step starts, by what they are for."""
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    batch: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.buffers + self.gradients + self.optimizer + self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """A place where the captured graph ends and another begins."""
+
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A whole training step: all forwards in order, then all backwards in reverse.
+
+    Attributes:
+        regions: in forward order; a loss outside the model is the last one, unmanaged.
+        resident: what is alive when the step starts.
+        reserve_bytes: room for a loss that was not captured, held between forward and backward.
+        grads_exist: whether ``.grad`` is already there, so that gradients are added to it.
+        device: "cpu" or "cuda".
+        batch: signature of the batch, for the plan's key.
+        model: name of the model's class.
+        breaks: graph breaks, in order.
+        versions: torch and gradstow versions that captured it.
+    """
+
+    regions: tuple[Region, ...]
+    resident: Resident
+    device: str = "cpu"
+    reserve_bytes: int = 0
+    grads_exist: bool = False
+    batch: str = ""
+    model: str = ""
+    breaks: tuple[GraphBreak, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps([[r.fingerprint, r.tangent_mask, r.managed] for r in self.regions])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> StepGraph:
+        return StepGraph(
+            regions=tuple(_region(r) for r in data["regions"]),
+            resident=Resident(**data["resident"]),
+            device=data["device"],
+            reserve_bytes=data["reserve_bytes"],
+            grads_exist=data["grads_exist"],
+            batch=data["batch"],
+            model=data["model"],
+            breaks=tuple(GraphBreak(**b) for b in data["breaks"]),
+            versions=dict(data["versions"]),
+        )
+
+
+def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+def _op(data: Mapping[str, Any]) -> Op:
+    fields = _tuples(data)
+    fields["rerun"] = None if fields["rerun"] is None else Rerun(**_tuples(fields["rerun"]))
+    return Op(**fields)
+
+
+def _storage(data: Mapping[str, Any]) -> Storage:
+    origin = data["origin"]
+    return Storage(data["nbytes"], StorageKind(data["kind"]), None if origin is None else tuple(origin))
+
+
+def _region(data: Mapping[str, Any]) -> Region:
+    fields = _tuples(data)
+    fields["storages"] = tuple(_storage(s) for s in data["storages"])
+    fields["values"] = tuple(Value(**_tuples(v)) for v in data["values"])
+    fields["ops"] = tuple(_op(o) for o in data["ops"])
+    return Region(**fields)
