@@ -149,6 +149,7 @@ class StepGraph:
         regions: in forward order; a loss outside the model is the last one, unmanaged.
         resident: what is alive when the step starts.
         reserve_bytes: room for a loss that was not captured, held between forward and backward.
+        optimizer_peak_bytes: working memory of the optimizer's step, above its state and the gradients.
         grads_exist: whether ``.grad`` is already there, so that gradients are added to it.
         device: "cpu" or "cuda".
         batch: signature of the batch, for the plan's key.
@@ -161,6 +162,7 @@ class StepGraph:
     resident: Resident
     device: str = "cpu"
     reserve_bytes: int = 0
+    optimizer_peak_bytes: int = 0
     grads_exist: bool = False
     batch: str = ""
     model: str = ""
@@ -182,6 +184,7 @@ class StepGraph:
             resident=Resident(**data["resident"]),
             device=data["device"],
             reserve_bytes=data["reserve_bytes"],
+            optimizer_peak_bytes=data["optimizer_peak_bytes"],
             grads_exist=data["grads_exist"],
             batch=data["batch"],
             model=data["model"],

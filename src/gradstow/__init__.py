@@ -1,0 +1,67 @@
+"""Train a PyTorch model inside a memory budget: the same numbers in less memory.
+
+``import gradstow`` loads nothing: each public name imports its room, and with it torch, when it is
+first used (PEP 562). No room may have the name of a public function, because importing a sub-package
+binds it as an attribute here: the planner's folder is ``planner``, so ``gradstow.plan`` stays the function.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradstow import errors
+    from gradstow._api import plain, plan, stow, unstow, verify
+    from gradstow.cost import measure_peak
+    from gradstow.ir import Plan
+
+    __version__: str
+
+__all__ = [
+    "Plan",
+    "__version__",
+    "errors",
+    "measure_peak",
+    "plain",
+    "plan",
+    "stow",
+    "unstow",
+    "verify",
+]
+
+_HOMES = {
+    "Plan": "gradstow.ir",
+    "measure_peak": "gradstow.cost",
+    "plain": "gradstow._api",
+    "plan": "gradstow._api",
+    "stow": "gradstow._api",
+    "unstow": "gradstow._api",
+    "verify": "gradstow._api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        found = getattr(import_module(_HOMES[name]), name)
+    elif name == "errors":
+        found = import_module("gradstow.errors")
+    elif name == "__version__":
+        found = _version()
+    else:
+        raise AttributeError(f"module 'gradstow' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("gradstow")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+unknown"

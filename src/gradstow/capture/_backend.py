@@ -1,0 +1,104 @@
+"""The bridge to torch.compile: how AOTAutograd is called, in the rehearsal and in the real step alike."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+aten = torch.ops.aten
+
+Compiler = Callable[[torch.fx.GraphModule, list[Any]], Callable[[list[Any]], Any]]
+
+
+def exact_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``native_dropout`` on CPU with eager's own numbers: eager multiplies by ``bernoulli / (1 - p)``.
+
+    The traced op would multiply by the mask and by a scale that is rounded otherwise (unequal at p = 0.15).
+    The mask stays a bool, so that keeping it costs one byte per element.
+    """
+    if not train or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if p == 1:  # eager draws no random numbers here
+        return x * 0.0, torch.zeros_like(x, dtype=torch.bool)
+    mask = aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1 - p)
+    return x * mask * keep_scale(1 - p, x.dtype), mask
+
+
+def exact_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    keep = 1 / scale if scale else 0.0
+    return grad * mask * keep_scale(keep, grad.dtype)
+
+
+def keep_scale(keep: float, dtype: torch.dtype) -> float:
+    """What eager's ``bernoulli_(keep).div_(keep)`` holds where the mask is set, in ``dtype``."""
+    if keep == 0:
+        return 0.0
+    # the division runs outside of any fake mode, on one real number
+    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.utils._python_dispatch._disable_current_modes():
+        return float(torch.ones((), dtype=dtype).div_(keep).item())
+
+
+def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[..., Any], device: str) -> Any:
+    """A Dynamo backend around AOTAutograd; a graph without gradients runs as it is."""
+    decompositions = {}
+    if device == "cpu":
+        decompositions = {
+            aten.native_dropout.default: exact_dropout,
+            aten.native_dropout_backward.default: exact_dropout_backward,
+        }
+    return aot_autograd(
+        fw_compiler=fw_compiler,
+        bw_compiler=bw_compiler,
+        inference_compiler=run_plainly,
+        partition_fn=partition_fn,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+
+
+def run_plainly(module: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[[list[Any]], Any]:
+    """A graph without gradients: nothing to plan."""
+
+    def call(args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        return module.forward(*inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark ``call`` as taking one list that it empties, so that nobody else holds the arguments."""
+
+    def run(args: list[Any]) -> Any:
+        return call(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def fresh_function(function: types.FunctionType) -> types.FunctionType:
+    """A twin with a code object of its own, so that Dynamo's caches of two models never mix."""
+    code = function.__code__.replace(co_name=function.__code__.co_name)
+    twin = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+@contextlib.contextmanager
+def compile_settings() -> Iterator[None]:
+    """Dynamo's and AOTAutograd's settings while we compile or call compiled code."""
+    dynamo = {"recompile_limit": 256, "accumulated_recompile_limit": 4096, "suppress_errors": False}
+    with (
+        torch._dynamo.config.patch(**dynamo),
+        torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False),
+    ):
+        yield

@@ -1,0 +1,288 @@
+"""From a model, a batch and a loss to a StepGraph: rehearse, then describe what was seen."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from gradstow._errors import CaptureError, GradstowError
+from gradstow.capture._backend import compile_settings, fresh_function
+from gradstow.capture._fake_memory import FakeMemory
+from gradstow.capture._fakes import Fakes, same_randomness
+from gradstow.capture._normalize import normalize
+from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
+from gradstow.capture._rehearse import Recorder, RegionRecord, storage_key
+from gradstow.ir import GraphBreak, Region, Resident, StepGraph
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the user's training step does, as far as gradstow is told.
+
+    Attributes:
+        call: how the model is called: ``call(model)`` runs its forward and returns the output.
+        inputs: what ``call`` feeds to the model; tensors in it are replaced by fakes.
+        batch: what the loss gets as its second argument.
+        loss: ``loss(output, batch)``; None means that the output is the loss or has a ``.loss``.
+        optimizer: adds the optimizer's state and its step's working memory.
+    """
+
+    call: Callable[[torch.nn.Module, Any], Any]
+    inputs: Any
+    batch: Any = None
+    loss: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+
+def capture(model: torch.nn.Module, step: Step) -> StepGraph:
+    """Rehearse ``step`` on fake tensors and return its graph. Allocates nothing of the step's size.
+
+    Raises:
+        CaptureError: where the step cannot be rehearsed; the model is unchanged.
+    """
+    device = device_of(model)
+    fakes = Fakes()
+    with same_randomness(), _quiet(), compile_settings(), _breaks() as breaks:
+        try:
+            return _rehearse(model, step, fakes, device, breaks)
+        except GradstowError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the training step of {type(model).__name__} cannot be rehearsed on fake tensors: "
+                f"{_first_line(error)}. The model is unchanged and trains as plain PyTorch; "
+                "run the part that fails outside of the stowed module."
+            ) from error
+
+
+def _rehearse(
+    model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: list[GraphBreak]
+) -> StepGraph:
+    twin = fakes.model(model)
+    recorder = Recorder({storage_key(p): n for n, p in twin.named_parameters() if p.requires_grad}, device)
+    inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
+    with fakes.mode:
+        compiled = recorder.compile(fresh_function(_call_forward))
+        output = step.call(_Rehearsed(compiled, twin), inputs)
+        reserve = _run_loss(recorder, step, output, batch)
+        optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
+    if not any(r.ran_backward for r in recorder.order):
+        raise CaptureError(
+            f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
+            "backward to plan. Check that the loss uses the model's output and that it is not detached."
+        )
+    joints = [_describe(i, r, recorder.order, device) for i, r in enumerate(recorder.order)]
+    return StepGraph(
+        regions=_with_origins([j.region for j in joints], recorder.order),
+        resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
+        device=device,
+        reserve_bytes=reserve,
+        optimizer_peak_bytes=optimizer[1],
+        grads_exist=any(p.grad is not None for p in model.parameters()),
+        batch=batch_signature(step.inputs),
+        model=type(model).__qualname__,
+        breaks=tuple(breaks),
+        versions={"torch": torch.__version__},
+    )
+
+
+class _Rehearsed:
+    """Stands for the model in ``step.call``: attributes are the twin's, calls run compiled."""
+
+    def __init__(self, compiled: Callable[..., Any], twin: torch.nn.Module) -> None:
+        self._compiled, self._twin = compiled, twin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(self._twin, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._twin, name)
+
+
+def _call_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _run_loss(recorder: Recorder, step: Step, output: Any, batch: Any) -> int:
+    """Compute the loss and run the backward; returns the room to reserve where the loss is not known."""
+    if step.loss is not None:
+        with recorder.unmanaged():
+            loss = recorder.compile(fresh_function(_call_loss))(step.loss, output, batch)
+        check_loss(loss)
+        loss.backward()
+        return 0
+    loss = find_loss(output)
+    if loss is not None:
+        loss.backward()
+        return 0
+    outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    return 2 * sum(t.untyped_storage().nbytes() for t in outputs)
+
+
+def _call_loss(loss: Loss, output: Any, batch: Any) -> Any:
+    return loss(output, batch)
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The loss inside a model's output: the output itself if it is one number, else its ``.loss``."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    for item in candidates:
+        if isinstance(item, torch.Tensor) and item.numel() == 1 and item.requires_grad:
+            return item
+    return None
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what cannot be a loss.
+
+    Raises:
+        CaptureError: not a tensor, not one number, or without a gradient.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"the loss is a {type(loss).__name__}, not a tensor. Return a tensor with one number.")
+    if loss.numel() != 1:
+        raise CaptureError(f"the loss has shape {tuple(loss.shape)}, not one number. Reduce it, for example .mean().")
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any trainable parameter of the model (it has no gradient). "
+            "Check that it uses the model's output and that nothing is detached."
+        )
+
+
+def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str) -> tuple[int, int]:
+    """(bytes of the optimizer's state, working memory of its step above that)."""
+    if optimizer is None:
+        return 0, 0
+    twin = fakes.optimizer(optimizer)
+    twin.step()  # makes the state
+    with FakeMemory(device) as memory:
+        twin.step()
+    seen: dict[int, int] = {}
+    for state in twin.state.values():
+        for item in tree_leaves(state):
+            if isinstance(item, torch.Tensor) and item.device.type == device:
+                seen[storage_key(item)] = item.untyped_storage().nbytes()
+    return sum(seen.values()), memory.peak_bytes
+
+
+def _describe(index: int, record: RegionRecord, order: list[RegionRecord], device: str) -> JointGraph:
+    graph = record.compiled
+    mask = record.mask if record.ran_backward else None
+    module = normalize(graph.joint, mask)
+    return build_region(
+        module,
+        graph.num_forward_outputs,
+        record.roles,
+        name=f"region {index}" if graph.managed else "loss",
+        mask=record.mask,
+        print_=fingerprint(graph.joint, graph.num_forward_outputs),
+        managed=graph.managed,
+        device=device,
+    )
+
+
+def _with_origins(regions: list[Region], order: list[RegionRecord]) -> tuple[Region, ...]:
+    """Turn each boundary storage's origin from (region, output position) into (region, storage)."""
+    result: list[Region] = []
+    for region in regions:
+        storages = list(region.storages)
+        for i, storage in enumerate(storages):
+            if storage.origin is not None:
+                maker, position = storage.origin
+                source = result[maker]
+                made = source.values[source.outputs[position]].storage
+                origin = source.storages[made].origin or (maker, made)
+                storages[i] = replace(storage, origin=origin)
+        result.append(replace(region, storages=tuple(storages)))
+    return tuple(result)
+
+
+def device_of(model: torch.nn.Module) -> str:
+    """The one kind of device that the parameters are on.
+
+    Raises:
+        CaptureError: no trainable parameter, or parameters on several kinds of device.
+    """
+    devices = {p.device.type for p in model.parameters() if p.requires_grad}
+    if not devices:
+        raise CaptureError(
+            f"{type(model).__name__} has no trainable parameters, so there is no backward to plan. "
+            "Set requires_grad_(True) on what is to be trained."
+        )
+    if len(devices) > 1:
+        raise CaptureError(f"the parameters are on several devices ({', '.join(sorted(devices))}). Use one device.")
+    return devices.pop()
+
+
+def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
+    """What the model and the batch hold, each storage once, in bytes."""
+    seen: set[int] = set()
+
+    def count(tensors: Any) -> int:
+        total = 0
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == device and tensor.layout is torch.strided:
+                key = storage_key(tensor)
+                total += 0 if key in seen else tensor.untyped_storage().nbytes()
+                seen.add(key)
+        return total
+
+    return Resident(
+        parameters=count(model.parameters()),
+        buffers=count(model.buffers()),
+        gradients=count(p.grad for p in model.parameters()),
+        batch=count(tree_leaves(batch)),
+    )
+
+
+def batch_signature(inputs: Any) -> str:
+    """The layouts of a batch, as text: what a plan is made for."""
+    leaves, spec = tree_flatten(inputs)
+    shapes = [f"{tuple(i.shape)}{i.dtype}" if isinstance(i, torch.Tensor) else repr(type(i).__name__) for i in leaves]
+    return f"{' '.join(shapes)} {spec}".replace("torch.", "")
+
+
+@contextlib.contextmanager
+def _breaks() -> Iterator[list[GraphBreak]]:
+    """Collect Dynamo's graph breaks while something compiles."""
+    found: list[GraphBreak] = []
+    from torch._dynamo.utils import counters  # its own record of why graphs end
+
+    before = dict(counters["graph_break"])
+    yield found
+    for reason, times in counters["graph_break"].items():
+        if times > before.get(reason, 0):
+            lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+            found.append(GraphBreak(reason=lines[0] if lines else "unknown", source=""))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Dynamo's warnings about fakes are not the user's business."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+__all__ = ["InputRole", "Step", "capture"]

@@ -1,0 +1,153 @@
+"""Bring a joint graph from AOTAutograd into the form that the IR describes.
+
+Everything here keeps the numbers bit-equal to eager: aliases vanish, BatchNorm updates its statistics
+itself again instead of through copies, and gradients that never arrive are taken out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_ADDS = {aten.add.Tensor}
+# ops where one absent input does not make the whole result absent
+_JOINS = {
+    aten.cat.default,
+    aten.stack.default,
+    aten.where.self,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.copy.default,
+    aten.index_put.default,
+}
+
+
+def is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def normalize(joint: fx.GraphModule, arriving: Sequence[bool] | None = None) -> fx.GraphModule:
+    """A normalised copy of ``joint``; ``arriving`` says which tangents arrive (all when None).
+
+    The copy's nodes keep their metadata; the original is left alone.
+    """
+    module = copy_graph(joint)
+    drop_aliases(module.graph)
+    drop_clones(module.graph)
+    if arriving is not None:
+        drop_tangents(module.graph, arriving)
+    restore_batch_norm(module.graph)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    return module
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy with nodes of its own that carry the same metadata."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.output_node().meta = dict(module.graph.output_node().meta)
+    return fx.GraphModule(module, graph)
+
+
+def drop_aliases(graph: fx.Graph) -> None:
+    """``detach`` and ``alias`` mean nothing once autograd has been traced away."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _ALIASES:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def drop_clones(graph: fx.Graph) -> None:
+    """A clone with its input's own layout is a copy that nobody can tell from the input (dropout at p = 0)."""
+    outputs = set(graph.output_node().all_input_nodes)
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        source = node.args[0]
+        old, new = source.meta["val"], node.meta["val"]
+        if source.op == "placeholder" or node in outputs or old.stride() != new.stride():
+            continue
+        if old.untyped_storage().nbytes() == new.untyped_storage().nbytes():
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def restore_batch_norm(graph: fx.Graph) -> None:
+    """Turn functional BatchNorm + two copies into the op that updates its statistics in place.
+
+    In training mode the backward does not read the running statistics, so they are not kept for it.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7]:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
+        x, weight, bias, mean, var, training, momentum, eps = node.args
+        getitems = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+        copies = [_only_copy(getitems.get(3), mean), _only_copy(getitems.get(4), var)]
+        later = [u for s in (mean, var) for u in s.users if u is not node and u not in copies]
+        if not training or None in copies or later:
+            continue
+        node.target = aten._native_batch_norm_legit.default
+        node.meta["val"] = tuple(node.meta["val"][:3])
+        for copy in copies:
+            graph.erase_node(copy)
+        for index in (3, 4):
+            graph.erase_node(getitems[index])
+
+
+def _only_copy(new: fx.Node | None, buffer: fx.Node) -> fx.Node | None:
+    if new is None or len(new.users) != 1:
+        return None
+    (user,) = new.users
+    fits = user.target is aten.copy_.default and user.args[0] is buffer and not user.users
+    return user if fits else None
+
+
+def drop_tangents(graph: fx.Graph, arriving: Sequence[bool]) -> None:
+    """Take out what hangs only on gradients that never arrive, as autograd itself would not run it."""
+    tangents = [n for n in graph.nodes if is_tangent(n)]
+    absent = {n for n, arrives in zip(tangents, arriving, strict=True) if not arrives}
+    if not absent:
+        return
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not any(i in absent for i in node.all_input_nodes):
+            continue
+        if node.target in _ADDS and all(isinstance(a, fx.Node) for a in node.args[:2]):
+            _drop_from_add(node, absent)
+        elif node.target in _JOINS and not all(i in absent for i in node.all_input_nodes):
+            _fill_with_zeros(graph, node, absent)
+        else:
+            absent.add(node)
+    output = graph.output_node()
+    output.args = (fx.node.map_arg(output.args[0], lambda n: None if n in absent else n),)
+    graph.eliminate_dead_code()
+    for node in tangents:
+        if node in absent:
+            graph.erase_node(node)
+
+
+def _drop_from_add(node: fx.Node, absent: set[fx.Node]) -> None:
+    rest = [a for a in node.args[:2] if a not in absent]
+    same = len(rest) == 1 and rest[0].meta["val"].shape == node.meta["val"].shape
+    if not rest:
+        absent.add(node)
+    elif same and node.kwargs.get("alpha", 1) == 1:
+        node.replace_all_uses_with(rest[0])
+    else:
+        _fill_with_zeros(node.graph, node, absent)
+
+
+def _fill_with_zeros(graph: fx.Graph, node: fx.Node, absent: set[fx.Node]) -> None:
+    for source in [i for i in node.all_input_nodes if i in absent]:
+        value = source.meta["val"]
+        with graph.inserting_before(node):
+            zeros = graph.call_function(
+                aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+            )
+        zeros.meta = {"val": value}
+        node.replace_input_with(source, zeros)

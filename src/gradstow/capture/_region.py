@@ -1,0 +1,309 @@
+"""Turn a normalised joint graph into an ``ir.Region`` and remember which node each op and value is."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradstow._signature import encode
+from gradstow.capture._inplace import overwritable
+from gradstow.capture._normalize import is_tangent
+from gradstow.capture._rerun import OutputRef, rerun_call
+from gradstow.ir import Op, Region, Rerun, Storage, StorageKind, Value
+
+# integer decisions that near-equal scores could flip: they are small, and kept
+_ROUTING = {
+    "topk", "sort", "argsort", "argmax", "argmin", "nonzero", "bincount", "kthvalue", "mode", "unique_dim",
+    "_unique2", "multinomial", "msort", "median", "nanmedian", "searchsorted", "bucketize",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A normalised joint graph next to its Region.
+
+    Attributes:
+        module: the graph; its nodes run the ops.
+        op_nodes: op id → the node that runs it.
+        value_nodes: value id → the node that holds it, or None for an output that nobody reads.
+    """
+
+    module: fx.GraphModule
+    region: Region
+    op_nodes: tuple[fx.Node, ...]
+    value_nodes: tuple[fx.Node | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InputRole:
+    """Where a graph input comes from: resident (parameter, buffer, batch) or an earlier region's storage."""
+
+    resident: bool = True
+    origin: tuple[int, int] | None = None
+    accumulates: bool = False
+
+
+def fingerprint(joint: fx.GraphModule, num_forward_outputs: int) -> str:
+    """Structural hash: ops, their arguments, and the layouts of what goes in. Names do not count."""
+    order = {n: i for i, n in enumerate(joint.graph.nodes)}
+    lines = [str(num_forward_outputs)]
+    for node in joint.graph.nodes:
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{order[n]}")
+        layout = _layout(node.meta.get("val")) if node.op == "placeholder" else ""
+        target = "" if node.op == "placeholder" else str(node.target)
+        lines.append(f"{node.op} {target} {args} {layout}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
+
+
+def build_region(
+    module: fx.GraphModule,
+    num_forward_outputs: int,
+    roles: Sequence[InputRole],
+    *,
+    name: str = "region",
+    mask: Sequence[bool] = (),
+    print_: str = "",
+    managed: bool = True,
+    device: str = "cpu",
+) -> JointGraph:
+    """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from."""
+    return _Builder(module, num_forward_outputs, roles, device).build(name, tuple(mask), print_, managed)
+
+
+class _Builder:
+    def __init__(
+        self, module: fx.GraphModule, num_outputs: int, roles: Sequence[InputRole], device: str
+    ) -> None:
+        self.module, self.roles, self.device = module, roles, device
+        outputs = list(module.graph.output_node().args[0])
+        self.outputs, self.gradients = outputs[:num_outputs], outputs[num_outputs:]
+        self.storages: list[Storage] = []
+        self.storage_ids: dict[StorageWeakRef, int] = {}
+        self.values: list[Value] = []
+        self.value_ids: dict[fx.Node, int] = {}
+        self.value_nodes: list[fx.Node | None] = []
+        self.backward = _backward_nodes(module.graph, self.outputs)
+
+    def build(self, name: str, mask: tuple[bool, ...], print_: str, managed: bool) -> JointGraph:
+        placeholders = list(self.module.graph.find_nodes(op="placeholder"))
+        primals = [p for p in placeholders if not is_tangent(p)]
+        tangents = [p for p in placeholders if is_tangent(p)]
+        for node, role in zip(primals, self.roles, strict=True):
+            kind = StorageKind.RESIDENT if role.resident else StorageKind.BOUNDARY
+            self._add(node, node.name, node.meta.get("val"), kind, role.origin)
+        for node in tangents:
+            self._add(node, node.name, node.meta["val"], StorageKind.TANGENT)
+        nodes = [n for n in self.module.graph.nodes if n.op in ("call_function", "get_attr")]
+        calls = [n for n in nodes if n.target is not operator.getitem]
+        ordered = [n for n in calls if n not in self.backward] + [n for n in calls if n in self.backward]
+        ops = tuple(self._op(node) for node in ordered)
+        region = Region(
+            name=name,
+            storages=tuple(self.storages),
+            values=tuple(self.values),
+            ops=ops,
+            inputs=tuple(self.value_ids[n] for n in primals),
+            outputs=tuple(self._id(n) for n in self.outputs),
+            tangents=tuple(self.value_ids[n] for n in tangents),
+            tangent_mask=mask,
+            gradients=tuple(self._id(n) for n in self.gradients),
+            accumulated=tuple(role.accumulates for role in self.roles),
+            managed=managed,
+            fingerprint=print_,
+        )
+        return JointGraph(self.module, region, tuple(ordered), tuple(self.value_nodes))
+
+    def _id(self, node: Any) -> int:
+        return self.value_ids[node] if isinstance(node, fx.Node) else -1
+
+    def _storage(self, val: torch.Tensor, kind: StorageKind, origin: tuple[int, int] | None = None) -> int:
+        ref = StorageWeakRef(val.untyped_storage())
+        if ref not in self.storage_ids:
+            here = val.device.type == self.device
+            nbytes = int(val.untyped_storage().nbytes()) if here else 0
+            self.storage_ids[ref] = len(self.storages)
+            self.storages.append(Storage(nbytes, kind, origin))
+        return self.storage_ids[ref]
+
+    def _add(
+        self,
+        node: fx.Node | None,
+        name: str,
+        val: Any,
+        kind: StorageKind,
+        origin: tuple[int, int] | None = None,
+    ) -> int:
+        if isinstance(val, torch.Tensor):
+            storage = self._storage(val, kind, origin)
+            value = Value(name, storage, tuple(int(s) for s in val.shape), str(val.dtype).removeprefix("torch."))
+        else:
+            self.storages.append(Storage(0, kind, None))
+            value = Value(name, len(self.storages) - 1, (), type(val).__name__)
+        self.values.append(value)
+        self.value_nodes.append(node)
+        if node is not None:
+            self.value_ids[node] = len(self.values) - 1
+        return len(self.values) - 1
+
+    def _op(self, node: fx.Node) -> Op:
+        backward = node in self.backward
+        inputs = tuple(dict.fromkeys(self.value_ids[n] for n in node.all_input_nodes))
+        read = {self.values[v].storage for v in inputs}
+        outputs = self._make_outputs(node, StorageKind.GRADIENT if backward else StorageKind.ACTIVATION)
+        made = {self.values[v].storage for v in outputs} - read
+        view = bool(outputs) and not made and not _writes(node)
+        return Op(
+            name=node.name,
+            target=str(node.target),
+            inputs=inputs,
+            outputs=outputs,
+            backward=backward,
+            view=view or node.op == "get_attr",
+            pinned=_pinned(node),
+            writes=tuple(self.values[self.value_ids[n]].storage for n in _writes(node)),
+            overwrites=tuple(self.value_ids[n] for n in overwritable(node)),
+            rerun=self._rerun(node, outputs),
+            signature="" if node.op == "get_attr" else signature(node),
+            module=_module_path(node),
+            source=_source_line(node),
+        )
+
+    def _make_outputs(self, node: fx.Node, kind: StorageKind) -> tuple[int, ...]:
+        val = node.meta.get("val")
+        if val is None and node.op == "get_attr":
+            val = getattr(self.module, str(node.target))
+            node.meta["val"] = val
+        if not isinstance(val, (tuple, list)):
+            return () if val is None else (self._add(node, node.name, val, kind),)
+        readers = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+        ids = []
+        for index, item in enumerate(val):
+            if isinstance(item, torch.Tensor) or index in readers:
+                ids.append(self._add(readers.get(index), f"{node.name}.{index}", item, kind))
+        return tuple(ids)
+
+    def _rerun(self, node: fx.Node, outputs: tuple[int, ...]) -> Rerun | None:
+        call = rerun_call(node)
+        if call is None:
+            return None
+        made = node.meta["val"]
+        inputs = []
+        for arg in call.args:
+            if isinstance(arg, fx.Node):
+                inputs.append(self.value_ids[arg])
+            elif isinstance(arg, OutputRef):
+                inputs.append(outputs[arg.index])
+        args = [made[a.index] if isinstance(a, OutputRef) else a for a in call.args]
+        return Rerun(
+            target=str(call.target),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs[i] for i in call.outputs),
+            signature=encode(str(call.target), _values(args), {}),
+        )
+
+
+def signature(node: fx.Node) -> str:
+    """The node's key in the cost table."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    return encode(str(node.target), _values(node.args), _values(node.kwargs))
+
+
+def _values(item: Any) -> Any:
+    if isinstance(item, fx.Node):
+        return item.meta.get("val")
+    if isinstance(item, (list, tuple)):
+        return [_values(i) for i in item]
+    if isinstance(item, dict):
+        return {k: _values(v) for k, v in item.items()}
+    return item
+
+
+def _backward_nodes(graph: fx.Graph, outputs: Sequence[Any]) -> set[fx.Node]:
+    """Nodes of the backward part: what hangs on a tangent, and what only the backward formula computes."""
+    backward: set[fx.Node] = set()
+    needed = {n for n in outputs if isinstance(n, fx.Node)}
+    for node in reversed(list(graph.nodes)):
+        if node in needed or _writes(node):
+            needed.update(node.all_input_nodes)
+            needed.add(node)
+    for node in graph.nodes:
+        hangs = any(i in backward or is_tangent(i) for i in node.all_input_nodes)
+        tagged = node.meta.get("partitioner_tag") == "is_backward" and node not in needed
+        getitem = node.target is operator.getitem and node.args[0] not in backward
+        if node.op in ("call_function", "get_attr") and (hangs or tagged) and not (getitem and not hangs):
+            backward.add(node)
+    return backward
+
+
+def _writes(node: fx.Node) -> list[fx.Node]:
+    """The inputs that the node changes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node)]
+    return written
+
+
+def _pinned(node: fx.Node) -> str:
+    """Why the node may never run twice, or ""."""
+    target = node.target
+    if node.op == "get_attr":
+        return ""
+    if not isinstance(target, torch._ops.OpOverload):
+        return f"{target} is not an operator that can be run again"
+    if rerun_call(node) is not None:
+        return ""
+    if torch.Tag.nondeterministic_seeded in target.tags and not _without_dropout(node):
+        return "draws random numbers"
+    if target._schema.is_mutable:
+        return "changes its input in place"
+    if target._schema.name.split("::")[1] in _ROUTING:
+        return "integer routing decision"
+    if torch.Tag.data_dependent_output in target.tags:
+        return "its shape depends on the data"
+    return ""
+
+
+def _without_dropout(node: fx.Node) -> bool:
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return given == 0.0
+    return False
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    for noise in ("L['self'].", "L['fn'].", "._modules", "['", "']", "L"):
+        path = path.replace(noise, "." if noise == "['" else "")
+    return path.replace("..", ".").strip(".")
+
+
+def _source_line(node: fx.Node) -> str:
+    trace = node.meta.get("stack_trace") or ""
+    places = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not places:
+        return ""
+    file, line, *_ = places[-1].removeprefix("File ").split(", ")
+    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')}"
+
+
+def _layout(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        return f"{tuple(val.shape)} {val.stride()} {val.dtype} {val.device.type} {val.requires_grad}"
+    return repr(val)

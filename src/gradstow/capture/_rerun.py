@@ -1,0 +1,44 @@
+"""Ops that are made again in another form than they were first run: without side effects, or cheaper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gradstow._ops import batch_norm_apply
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRef:
+    """Stands in a rerun's arguments for the op's own output number ``index``, kept from the first run."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class RerunCall:
+    """``target(*args)`` makes the op's outputs number ``outputs`` again.
+
+    ``args`` hold nodes, constants and OutputRefs. A single output is returned bare, several as a tuple.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    outputs: tuple[int, ...]
+
+
+def rerun_call(node: fx.Node) -> RerunCall | None:
+    """The other form of ``node``, or None where the op itself can run again."""
+    if node.target is not aten._native_batch_norm_legit.default:
+        return None
+    x, weight, bias, _mean, _var, training, momentum, eps = node.args
+    val = x.meta["val"]
+    if val.device.type == "cpu" and val.dtype in (torch.float32, torch.float64):
+        return RerunCall(batch_norm_apply, (x, weight, bias, OutputRef(1), OutputRef(2)), (0,))
+    target = aten._native_batch_norm_legit.no_stats
+    return RerunCall(target, (x, weight, bias, training, momentum, eps), (0, 1, 2))

@@ -1,0 +1,10 @@
+"""What every op costs: seconds and working memory, measured alone, cached on disk; peaks of a whole step.
+
+Called with op signatures by whoever plans; knows nothing of graphs, plans or models.
+"""
+
+from gradstow.cost._cache import measured_costs
+from gradstow.cost._measure import measure
+from gradstow.cost._memory import PeakMemory, measure_peak
+
+__all__ = ["PeakMemory", "measure", "measure_peak", "measured_costs"]

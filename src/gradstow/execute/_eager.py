@@ -1,0 +1,110 @@
+"""Eager code generation: an FX graph becomes straight-line Python that frees at last use.
+
+The generated function takes one list and empties it, so that nobody else holds the arguments; every
+name is deleted right after its last use; an op that has a victim writes its result over that input.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from gradstow.capture import boxed, overwriting_call
+from gradstow.execute._lower import Victims
+
+_LITERALS = (int, float, bool, str, type(None))
+
+
+def generate(module: fx.GraphModule, victims: Victims) -> Callable[[list[Any]], Any]:
+    """A boxed callable that runs ``module``'s graph. Its text is in ``.source`` for whoever wants to read it."""
+    writer = _Writer(module, victims)
+    source = writer.write()
+    namespace: dict[str, Any] = dict(writer.names)
+    exec(compile(source, "<gradstow region>", "exec"), namespace)
+    call = boxed(namespace["run"])
+    call.source = source  # type: ignore[attr-defined]
+    return call
+
+
+class _Writer:
+    def __init__(self, module: fx.GraphModule, victims: Victims) -> None:
+        self.module, self.victims = module, victims
+        self.names: dict[str, Any] = {}
+        self.ids: dict[int, str] = {}
+        self.last: dict[fx.Node, fx.Node] = {}
+        for node in module.graph.nodes:
+            for used in node.all_input_nodes:
+                self.last[used] = node
+        self.dying: dict[fx.Node, list[fx.Node]] = {}
+        for used, user in self.last.items():
+            self.dying.setdefault(user, []).append(used)
+
+    def write(self) -> str:
+        nodes = list(self.module.graph.nodes)
+        arguments = [n for n in nodes if n.op == "placeholder"]
+        lines = ["def run(args):"]
+        if arguments:
+            lines.append(f"    {', '.join(n.name for n in arguments)}, = args")
+        lines.append("    args.clear()")
+        unused = [n.name for n in arguments if n not in self.last]
+        if unused:
+            lines.append(f"    del {', '.join(unused)}")
+        for node in nodes:
+            if node.op == "output":
+                lines.append(f"    return {self._text(node.args[0])}")
+            elif node.op != "placeholder":
+                lines.append(f"    {self._statement(node)}")
+                gone = [n.name for n in self.dying.get(node, [])]
+                if node not in self.last:
+                    gone.append(node.name)
+                if gone:
+                    lines.append(f"    del {', '.join(gone)}")
+        return "\n".join(lines) + "\n"
+
+    def _statement(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return f"{node.name} = {self._constant(_attribute(self.module, str(node.target)))}"
+        if node.target is operator.getitem:
+            return f"{node.name} = {node.args[0].name}[{node.args[1]!r}]"  # type: ignore[union-attr]
+        target, args, kwargs = node.target, node.args, node.kwargs
+        victim = self.victims.get(node)
+        if victim is not None:
+            target, args, kwargs = overwriting_call(node, victim)
+        parts = [self._text(a) for a in args] + [f"{k}={self._text(v)}" for k, v in kwargs.items()]
+        return f"{node.name} = {self._constant(_callable(target))}({', '.join(parts)})"
+
+    def _text(self, item: Any) -> str:
+        if isinstance(item, fx.Node):
+            return item.name
+        if isinstance(item, (list, tuple)):
+            inner = ", ".join(self._text(i) for i in item)
+            if isinstance(item, list):
+                return f"[{inner}]"
+            return f"({inner},)" if item else "()"
+        if type(item) in _LITERALS and not (isinstance(item, float) and repr(item) in ("inf", "-inf", "nan")):
+            return repr(item)
+        return self._constant(item)
+
+    def _constant(self, item: Any) -> str:
+        name = self.ids.get(id(item))
+        if name is None:
+            name = f"_c{len(self.names)}"
+            self.ids[id(item)] = name
+            self.names[name] = item
+        return name
+
+
+def _callable(target: Any) -> Any:
+    """The overload's C++ entry where it has one: a third of the call's overhead."""
+    return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    item: Any = module
+    for part in path.split("."):
+        item = getattr(item, part)
+    return item

@@ -1,0 +1,157 @@
+"""Run a model's captured regions by their plan, inside the user's own training step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gradstow._errors import CaptureError, GradstowError
+from gradstow.capture import aot, compile_settings, compiled_nodes, copy_graph, fingerprint, fresh_function
+from gradstow.execute._eager import generate
+from gradstow.execute._program import RegionProgram
+from gradstow.ir import Region, RegionSchedule, Schedule, StepGraph
+
+_CHANGED = (
+    "{name} was changed in place between the forward and the backward that needs it (version {now}, "
+    "expected {then}). Plain PyTorch refuses this too: change it after the backward, or on a clone."
+)
+_DOUBLE = (
+    "create_graph=True asks for a backward of the backward, which a planned region does not have. "
+    "Run this forward and backward under `with gs.plain():`, which gives plain PyTorch's numbers."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    name: str
+
+
+class Executor:
+    """Calls a module so that its captured graphs run as planned.
+
+    Args:
+        graph, schedule: the plan.
+        names: storage address → name, for the messages about tensors.
+        unknown: asked for (region, schedule) when a graph turns up that was not planned.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        schedule: Schedule,
+        name_of: Callable[[torch.Tensor], str],
+        unknown: Callable[[fx.GraphModule, int], tuple[Region, RegionSchedule]],
+    ) -> None:
+        self.graph, self.schedule = graph, schedule
+        self.programs: list[RegionProgram] = []
+        self._name_of, self._unknown = name_of, unknown
+        self._call = torch.compile(fresh_function(_call_module), backend=self._backend, dynamic=False)
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        with compile_settings():
+            return self._call(module, args, kwargs)
+
+    def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        programs: list[RegionProgram] = []
+
+        def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
+            raw = copy_graph(joint)
+            region, schedule = self._find(raw, num_fwd_outputs)
+            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.graph.device)
+            programs.append(program)
+            self.programs.append(program)
+            return program.lowered.forward, _for_aot(program)
+
+        compiled = aot(
+            lambda _gm, _inputs: programs[-1].forward,
+            lambda _gm, _inputs: _boxed_backward(programs[-1]),
+            partition,
+            self.graph.device,
+        )(module, inputs)
+
+        def call(*args: Any) -> Any:
+            outputs = compiled(*args)
+            if programs:
+                self._guard(programs[-1], args, outputs)
+            return outputs
+
+        return call
+
+    def _find(self, raw: fx.GraphModule, num_forward_outputs: int) -> tuple[Region, RegionSchedule]:
+        found = fingerprint(raw, num_forward_outputs)
+        for region, schedule in zip(self.graph.regions, self.schedule.regions, strict=True):
+            if region.managed and region.fingerprint == found:
+                return region, schedule
+        return self._unknown(raw, num_forward_outputs)
+
+    def _guard(self, program: RegionProgram, args: tuple[Any, ...], outputs: Any) -> None:
+        """Let absent gradients be None, refuse double backward and changed tensors by name."""
+        watched: list[_Watched] | None = None
+        for node in compiled_nodes(outputs):
+            if "gradstow_guarded" in node.metadata:
+                continue
+            if watched is None:
+                watched = self._watch(args)
+            node.metadata["gradstow_guarded"] = True
+            node.set_materialize_grads(False)
+            node.register_prehook(_Prehook(watched))
+
+    def _watch(self, args: tuple[Any, ...]) -> list[_Watched]:
+        return [
+            _Watched(weakref.ref(a), a._version, self._name_of(a)) for a in args if isinstance(a, torch.Tensor)
+        ]
+
+
+class _Prehook:
+    """Runs before a region's backward."""
+
+    def __init__(self, watched: list[_Watched]) -> None:
+        self.watched = watched
+
+    def __call__(self, _gradients: Any) -> None:
+        if torch.is_grad_enabled():
+            raise CaptureError(_DOUBLE)
+        for item in self.watched:
+            tensor = item.tensor()
+            if tensor is not None and tensor._version != item.version:
+                raise RuntimeError(_CHANGED.format(name=item.name, now=tensor._version, then=item.version))
+
+
+def _boxed_backward(program: RegionProgram) -> Callable[[list[Any]], Any]:
+    def run(args: list[Any]) -> Any:
+        return program.run_backward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _for_aot(program: RegionProgram) -> fx.GraphModule:
+    """The backward as AOTAutograd expects to see it: every tangent is an argument, arriving or not."""
+    tangents = [n for n in program.raw.graph.find_nodes(op="placeholder") if "tangents" in n.name]
+    lowered = program.lowered.backward
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    old = {n.name: n for n in lowered.graph.find_nodes(op="placeholder")}
+    saved = [n for n in old.values() if "tangents" not in n.name]
+    for node in saved + tangents:
+        new = graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+        if node.name in old:
+            known[old[node.name]] = new
+    output = graph.output(graph.graph_copy(lowered.graph, known))
+    output.meta = dict(lowered.graph.output_node().meta)
+    return fx.GraphModule(lowered, graph)
+
+
+def _call_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+__all__ = ["Executor", "GradstowError"]

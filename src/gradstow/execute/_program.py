@@ -1,0 +1,121 @@
+"""One region, runnable: its forward, its planned backward, and backwards for tangents nobody planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from gradstow._errors import CaptureError, StalePlan
+from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
+from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
+from gradstow.ir import Region, RegionSchedule, StorageKind, just_in_time
+
+Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
+
+
+@dataclass
+class RegionProgram:
+    """Compiled code of one region.
+
+    ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``.
+    """
+
+    raw: fx.GraphModule
+    num_forward_outputs: int
+    region: Region
+    schedule: RegionSchedule
+    generate: Generate
+    device: str
+    forward: Callable[[list[Any]], Any] = field(init=False)
+    lowered: Lowered = field(init=False)
+    _backwards: dict[tuple[bool, ...], Callable[[list[Any]], Any]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tangents = [n for n in self.raw.graph.find_nodes(op="placeholder") if is_tangent(n)]
+        self.planned = self.region.tangent_mask or (True,) * len(tangents)
+        joint = self._joint(self.planned)
+        self.lowered = lower(joint, self.schedule)
+        self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
+        self._backwards[self.planned] = self.generate(self.lowered.backward, self.lowered.backward_victims)
+        self.unplanned_runs = 0
+
+    def run_backward(self, args: list[Any]) -> Any:
+        """Gradients from saved tensors and tangents; tangents may be None."""
+        saved = args[: len(self.lowered.saved)]
+        tangents = args[len(self.lowered.saved) :]
+        args.clear()
+        mask = tuple(t is not None for t in tangents)
+        if not any(mask):
+            return [None] * len(self.region.gradients)
+        if mask not in self._backwards:
+            self._backwards[mask] = self._unplanned(mask)
+        if mask != self.planned:
+            self.unplanned_runs += 1
+        saved += [t for t in tangents if t is not None]
+        del tangents
+        return self._backwards[mask](saved)
+
+    def _joint(self, mask: Sequence[bool]) -> JointGraph:
+        module = normalize(self.raw, mask)
+        return build_region(
+            module,
+            self.num_forward_outputs,
+            [_role(self.region, v) for v in self.region.inputs],
+            mask=mask,
+            device=self.device,
+        )
+
+    def _unplanned(self, mask: tuple[bool, ...]) -> Callable[[list[Any]], Any]:
+        """A backward for other tangents, from the tensors that the plan saved."""
+        joint = self._joint(mask)
+        region = joint.region
+        saved = set(self.lowered.saved)
+        here = {n.name: region.values[v].storage for v, n in enumerate(joint.value_nodes) if n is not None}
+        schedule = just_in_time(region, {here[name] for name in saved if name in here})
+        lost = [s for s in schedule.kept if s not in {here[n] for n in saved if n in here}]
+        if lost:
+            value = next(v for v in region.values if v.storage == lost[0])
+            raise CaptureError(
+                f"a gradient arrived for an output whose gradient the plan did not expect, and {value.name} "
+                "was not kept for it. Plan with the loss that is really used (loss=...), or run the step "
+                "under gs.plain()."
+            )
+        lowered = lower_backward(joint, schedule, self.lowered.saved)
+        code = self.generate(lowered.backward, lowered.backward_victims)
+        if lowered.saved == self.lowered.saved:
+            return code
+        wanted = [i for i, name in enumerate(self.lowered.saved) if name in lowered.saved]
+        total = len(self.lowered.saved)
+
+        def run(args: list[Any]) -> Any:
+            chosen = [args[i] for i in wanted] + args[total:]
+            args.clear()
+            return code(chosen)
+
+        return run
+
+
+def _role(region: Region, value: int) -> InputRole:
+    storage = region.storages[region.values[value].storage]
+    position = region.inputs.index(value)
+    return InputRole(
+        resident=storage.kind is StorageKind.RESIDENT,
+        origin=storage.origin,
+        accumulates=region.accumulated[position] if position < len(region.accumulated) else False,
+    )
+
+
+def check_same(region: Region, joint: fx.GraphModule, found: str) -> None:
+    """Refuse to run a graph with the plan of another.
+
+    Raises:
+        StalePlan: the structural hashes differ.
+    """
+    if region.fingerprint != found:
+        raise StalePlan(
+            f"the captured graph {found} is not the planned {region.fingerprint}: the model, the batch's "
+            "shapes, the train/eval flags or torch changed since planning. Plan again with gs.plan."
+        )

@@ -1,0 +1,40 @@
+"""What the rooms exchange. Plain data, no torch."""
+
+from gradstow.ir._cost import CostTable, OpCost
+from gradstow.ir._graph import (
+    GraphBreak,
+    Op,
+    Region,
+    Rerun,
+    Resident,
+    StepGraph,
+    Storage,
+    StorageKind,
+    Value,
+)
+from gradstow.ir._just_in_time import just_in_time
+from gradstow.ir._replay import Moment, Timeline, replay
+from gradstow.ir._schedule import Event, Free, RegionSchedule, Run, Schedule
+
+__all__ = [
+    "CostTable",
+    "Event",
+    "Free",
+    "GraphBreak",
+    "Moment",
+    "Op",
+    "OpCost",
+    "Region",
+    "RegionSchedule",
+    "Rerun",
+    "Resident",
+    "Run",
+    "Schedule",
+    "StepGraph",
+    "Storage",
+    "StorageKind",
+    "Timeline",
+    "Value",
+    "just_in_time",
+    "replay",
+]

@@ -1,0 +1,183 @@
+"""Walk a schedule's events and count live bytes: the simulated memory of the whole step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradstow.ir._cost import CostTable
+from gradstow.ir._graph import Op, Region, StepGraph, StorageKind
+from gradstow.ir._schedule import Free, Run, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One op running: live bytes while it runs and after it, above what was resident."""
+
+    region: int
+    op: int
+    backward: bool
+    recompute: bool
+    during_bytes: int
+    after_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Every moment of the step in order; all bytes are above what was resident at its start."""
+
+    moments: tuple[Moment, ...]
+    live_at_peak: tuple[tuple[int, int], ...]  # (region, storage), of the moment of the peak
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((m.during_bytes for m in self.moments), default=0)
+
+    @property
+    def peak_index(self) -> int:
+        return max(range(len(self.moments)), key=lambda i: self.moments[i].during_bytes, default=-1)
+
+    @property
+    def seconds(self) -> float:
+        return sum(m.seconds for m in self.moments)
+
+    @property
+    def recompute_seconds(self) -> float:
+        return sum(m.seconds for m in self.moments if m.recompute)
+
+
+def replay(graph: StepGraph, schedule: Schedule, costs: CostTable) -> Timeline:
+    """The timeline of running ``schedule``.
+
+    Bytes at a Run are what is alive before it, plus the outputs that it makes, plus the op's working
+    memory; the peak is taken with the new outputs counted. Resident storages count nothing.
+    """
+    walk = _Walk(graph, costs)
+    for r in range(len(graph.regions)):
+        walk.forward(r, schedule)
+    walk.reserve(graph.reserve_bytes)
+    for r in reversed(range(len(graph.regions))):
+        walk.backward(r, schedule)
+    return Timeline(tuple(walk.moments), walk.live_at_peak)
+
+
+Key = tuple[int, int]
+
+
+class _Walk:
+    """Live storages as {(region, storage): holders}; a storage counts while anybody holds it."""
+
+    def __init__(self, graph: StepGraph, costs: CostTable) -> None:
+        self.graph, self.costs = graph, costs
+        self.moments: list[Moment] = []
+        self.holders: dict[Key, set[str]] = {}
+        self.live = 0
+        self.highest = -1
+        self.live_at_peak: tuple[Key, ...] = ()
+        self.last_reader = _last_readers(graph)
+
+    def key(self, r: int, storage: int) -> Key:
+        origin = self.graph.regions[r].storages[storage].origin
+        return (r, storage) if origin is None else origin
+
+    def nbytes(self, key: Key) -> int:
+        storage = self.graph.regions[key[0]].storages[key[1]]
+        return 0 if storage.kind is StorageKind.RESIDENT else storage.nbytes
+
+    def hold(self, key: Key, who: str) -> None:
+        holders = self.holders.setdefault(key, set())
+        if not holders:
+            self.live += self.nbytes(key)
+        holders.add(who)
+
+    def release(self, key: Key, who: str) -> None:
+        holders = self.holders.get(key)
+        if not holders or who not in holders:
+            return
+        holders.discard(who)
+        if not holders:
+            self.live -= self.nbytes(key)
+            del self.holders[key]
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes:
+            self._note(-1, -1, True, False, self.live + nbytes, 0.0)
+
+    def forward(self, r: int, schedule: Schedule) -> None:
+        region, plan = self.graph.regions[r], schedule.regions[r]
+        for event in plan.forward:
+            if isinstance(event, Free):
+                self.release(self.key(r, event.storage), f"forward{r}")
+            else:
+                self._run(r, event, f"forward{r}", backward=False)
+        for storage in plan.kept:
+            self.hold(self.key(r, storage), f"kept{r}")
+        for value in region.outputs:
+            if value >= 0:
+                self.hold(self.key(r, region.values[value].storage), "output")
+        self._release_all(f"forward{r}")
+        for key, last in self.last_reader.items():
+            if last == r:
+                self.release(key, "output")
+
+    def backward(self, r: int, schedule: Schedule) -> None:
+        region, plan = self.graph.regions[r], schedule.regions[r]
+        tangents = {self.key(r, region.values[v].storage) for v in region.tangents}
+        for key in tangents:
+            self.hold(key, f"tangent{r}")
+        self._release_all("boundary gradient")
+        for event in plan.backward:
+            if isinstance(event, Free):
+                self.release(self.key(r, event.storage), f"kept{r}")
+                self.release(self.key(r, event.storage), f"backward{r}")
+            else:
+                self._run(r, event, f"backward{r}", backward=True)
+        for value, accumulated in zip(region.gradients, region.accumulated, strict=True):
+            if value < 0 or (accumulated and self.graph.grads_exist):
+                continue
+            key = self.key(r, region.values[value].storage)
+            self.hold(key, "gradient" if accumulated else "boundary gradient")
+        for who in (f"kept{r}", f"backward{r}", f"tangent{r}"):
+            self._release_all(who)
+
+    def _release_all(self, who: str) -> None:
+        for key in [k for k, holders in self.holders.items() if who in holders]:
+            self.release(key, who)
+
+    def _run(self, r: int, event: Run, who: str, *, backward: bool) -> None:
+        region = self.graph.regions[r]
+        op = region.ops[event.op]
+        recompute = backward and not op.backward
+        cost = self.costs.rerun(op) if recompute else self.costs.run(op)
+        made = self._made(r, region, op, recompute)
+        transient = sum(self.nbytes(k) for k in made if k in self.holders)
+        if event.reuse >= 0:
+            taken = self.key(r, region.values[event.reuse].storage)
+            self.holders.pop(taken, None)
+            self.live -= self.nbytes(taken)
+        for key in made:
+            self.hold(key, who)
+        self._note(r, event.op, backward, recompute, self.live + transient + cost.working_bytes, cost.seconds)
+
+    def _made(self, r: int, region: Region, op: Op, recompute: bool) -> list[Key]:
+        outputs = op.rerun.outputs if recompute and op.rerun is not None else op.outputs
+        read = {region.values[v].storage for v in op.inputs}
+        made = dict.fromkeys(region.values[v].storage for v in outputs)
+        return [self.key(r, s) for s in made if s not in read]
+
+    def _note(self, r: int, op: int, backward: bool, recompute: bool, during: int, seconds: float) -> None:
+        self.moments.append(Moment(r, op, backward, recompute, during, self.live, seconds))
+        if during > self.highest:
+            self.highest = during
+            self.live_at_peak = tuple(self.holders)
+
+
+def _last_readers(graph: StepGraph) -> dict[Key, int]:
+    """For each boundary storage: the last region whose forward takes it as input."""
+    last: dict[Key, int] = {}
+    for r, region in enumerate(graph.regions):
+        for value in region.inputs:
+            origin = region.storages[region.values[value].storage].origin
+            if origin is not None:
+                last[origin] = r
+    return last

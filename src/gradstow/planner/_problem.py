@@ -1,0 +1,164 @@
+"""The step as the planner sees it: ops without views, storages as integers, one decision per storage.
+
+Views cost nothing and resident storages are always there, so both vanish. Regions that run the same
+graph (a block called in a loop) share their decisions, since they share their code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gradstow.ir import CostTable, Op, Region, StepGraph, StorageKind
+
+
+@dataclass(slots=True)
+class Node:
+    """One op: what it reads and makes, by storage number. ``again_*`` hold for a recomputation."""
+
+    region: int
+    op: int
+    seconds: float
+    working: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    again_seconds: float = 0.0
+    again_working: int = 0
+    again_inputs: tuple[int, ...] = ()
+    again_outputs: tuple[int, ...] = ()
+    pinned: bool = False
+    overwrites: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Problem:
+    """Everything a solver needs.
+
+    Attributes:
+        forward, backward: nodes in the order of the step.
+        nbytes: bytes by storage number.
+        maker: storage → index in ``forward``, or -1 where it is not a forward op of its own region.
+        decision: storage → decision; storages with the same decision are kept or not together.
+        held: storages alive from their making to the end of the step (outputs of the last region).
+        always: storages that must be kept (boundaries, unmanaged regions).
+        boundary: storages that a later region reads.
+        tangents, boundary_gradients: by region, storages that live as long as that region's backward.
+        names: storage → (region, storage id).
+    """
+
+    graph: StepGraph
+    forward: list[Node] = field(default_factory=list)
+    backward: list[Node] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    maker: list[int] = field(default_factory=list)
+    decision: list[int] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    always: set[int] = field(default_factory=set)
+    boundary: set[int] = field(default_factory=set)
+    tangents: dict[int, list[int]] = field(default_factory=dict)
+    accumulated: set[int] = field(default_factory=set)
+    boundary_gradients: dict[int, list[int]] = field(default_factory=dict)
+    names: list[tuple[int, int]] = field(default_factory=list)
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def members(self) -> dict[int, list[int]]:
+        """Decision → its storages."""
+        result: dict[int, list[int]] = {}
+        for storage, decision in enumerate(self.decision):
+            result.setdefault(decision, []).append(storage)
+        return result
+
+
+def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
+    """Reduce a StepGraph to the planner's view."""
+    problem = Problem(graph)
+    groups: dict[tuple[str, int], int] = {}
+    for r, region in enumerate(graph.regions):
+        group = region.fingerprint or str(r)
+        for s, storage in enumerate(region.storages):
+            if storage.kind is StorageKind.RESIDENT or storage.origin is not None:
+                continue
+            number = len(problem.nbytes)
+            problem.numbers[r, s] = number
+            problem.names.append((r, s))
+            problem.nbytes.append(storage.nbytes)
+            problem.maker.append(-1)
+            problem.decision.append(groups.setdefault((group, s), len(groups)))
+    for r, region in enumerate(graph.regions):
+        _add_nodes(problem, r, region, costs, backward=False)
+        _add_outputs(problem, r, region)
+    for r in reversed(range(len(graph.regions))):
+        _add_nodes(problem, r, graph.regions[r], costs, backward=True)
+    return problem
+
+
+def _number(problem: Problem, r: int, storage: int) -> int | None:
+    """The planner's number of a region's storage; None for a resident one."""
+    origin = problem.graph.regions[r].storages[storage].origin
+    return problem.numbers.get((r, storage) if origin is None else origin)
+
+
+def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, backward: bool) -> None:
+    def numbers(values: tuple[int, ...]) -> tuple[int, ...]:
+        found = (_number(problem, r, region.values[v].storage) for v in values)
+        return tuple(dict.fromkeys(n for n in found if n is not None))
+
+    for index, op in enumerate(region.ops):
+        if op.view or op.backward != backward:
+            continue
+        inputs = numbers(op.inputs)
+        outputs = tuple(n for n in numbers(op.outputs) if n not in inputs)
+        cost = costs.run(op)
+        node = Node(r, index, cost.seconds, cost.working_bytes, inputs, outputs)
+        node.pinned = bool(op.pinned) or cost.how == "unknown"
+        node.overwrites = numbers(op.overwrites)
+        if not backward:
+            _set_again(problem, node, op, costs, numbers)
+        if not region.managed:
+            problem.always.update(inputs if backward else ())
+        (problem.backward if backward else problem.forward).append(node)
+        if not backward:
+            for n in outputs:
+                problem.maker[n] = len(problem.forward) - 1
+
+
+def _set_again(problem: Problem, node: Node, op: Op, costs: CostTable, numbers: object) -> None:
+    cost = costs.rerun(op)
+    node.again_seconds, node.again_working = cost.seconds, cost.working_bytes
+    if op.rerun is None:
+        node.again_inputs, node.again_outputs = node.inputs, node.outputs
+    else:
+        node.again_inputs = numbers(op.rerun.inputs)  # type: ignore[operator]
+        node.again_outputs = numbers(op.rerun.outputs)  # type: ignore[operator]
+    if cost.how == "unknown":
+        node.pinned = True
+
+
+def _add_outputs(problem: Problem, r: int, region: Region) -> None:
+    last = r == _last_managed(problem.graph) or not region.managed
+    for value in region.outputs:
+        if value >= 0 and last:
+            number = _number(problem, r, region.values[value].storage)
+            if number is not None:
+                problem.held.add(number)
+    for value in region.inputs:
+        storage = region.storages[region.values[value].storage]
+        if storage.origin is not None and storage.origin in problem.numbers:
+            problem.boundary.add(problem.numbers[storage.origin])
+    problem.tangents[r] = [
+        n for v in region.tangents if (n := _number(problem, r, region.values[v].storage)) is not None
+    ]
+    problem.boundary_gradients[r] = []
+    for value, accumulated in zip(region.gradients, region.accumulated, strict=True):
+        if value < 0:
+            continue
+        number = _number(problem, r, region.values[value].storage)
+        if number is None:
+            continue
+        if accumulated and not problem.graph.grads_exist:
+            problem.accumulated.add(number)
+        else:
+            problem.boundary_gradients[r].append(number)
+
+
+def _last_managed(graph: StepGraph) -> int:
+    return max((r for r, region in enumerate(graph.regions) if region.managed), default=0)
