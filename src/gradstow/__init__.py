@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradstow import errors
+    from gradstow._plan import Plan
     from gradstow._api import plain, plan, stow, unstow, verify
     from gradstow.cost import measure_peak
-    from gradstow.ir import Plan
 
     __version__: str
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Plan": "gradstow.ir",
+    "Plan": "gradstow._plan",
     "measure_peak": "gradstow.cost",
     "plain": "gradstow._api",
     "plan": "gradstow._api",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,10 +95,30 @@ def fresh_function(function: types.FunctionType) -> types.FunctionType:
     return twin
 
 
+_IGNORE = (
+    "ignore_logging_functions"
+    if hasattr(torch._dynamo.config, "ignore_logging_functions")
+    else "ignore_logger_methods"  # its name until torch 2.12
+)
+
+
+def _logging_functions() -> set[Any]:
+    """Every logging method, those that libraries add to ``logging.Logger`` (``warning_once``) included."""
+    kinds = ("debug", "info", "warn", "error", "exception", "critical", "log")
+    methods = {f for name, f in vars(logging.Logger).items() if name.startswith(kinds) and callable(f)}
+    return methods | {warnings.warn}
+
+
 @contextlib.contextmanager
 def compile_settings() -> Iterator[None]:
     """Dynamo's and AOTAutograd's settings while we compile or call compiled code."""
-    dynamo = {"recompile_limit": 256, "accumulated_recompile_limit": 4096, "suppress_errors": False}
+    dynamo = {
+        "recompile_limit": 256,
+        "accumulated_recompile_limit": 4096,
+        "suppress_errors": False,
+        # a warning in the model's forward must not cut the graph in two
+        _IGNORE: _logging_functions() | set(getattr(torch._dynamo.config, _IGNORE)),
+    }
     with (
         torch._dynamo.config.patch(**dynamo),
         torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False),

@@ -33,6 +33,7 @@ class Step:
         batch: what the loss gets as its second argument.
         loss: ``loss(output, batch)``; None means that the output is the loss or has a ``.loss``.
         optimizer: adds the optimizer's state and its step's working memory.
+        outputs_held: whether the loop still holds the model's output while the backward runs.
     """
 
     call: Callable[[torch.nn.Module, Any], Any]
@@ -40,6 +41,7 @@ class Step:
     batch: Any = None
     loss: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
+    outputs_held: bool = True
 
 
 def capture(model: torch.nn.Module, step: Step) -> StepGraph:
@@ -87,6 +89,7 @@ def _rehearse(
         reserve_bytes=reserve,
         optimizer_peak_bytes=optimizer[1],
         grads_exist=any(p.grad is not None for p in model.parameters()),
+        outputs_held=step.outputs_held,
         batch=batch_signature(step.inputs),
         model=type(model).__qualname__,
         breaks=tuple(breaks),

@@ -16,7 +16,7 @@ import torch
 
 from gradstow.cost._machine import device_name
 from gradstow.cost._measure import fits, measure
-from gradstow.ir._cost import CostTable, OpCost
+from gradstow.ir import CostTable, OpCost
 
 _FORMAT = 1
 _MOST_ENTRIES = 20_000
@@ -102,7 +102,10 @@ def _entry(fields: Any) -> OpCost:
 
 
 def _add(key: Mapping[str, Any], fresh: Mapping[str, OpCost]) -> None:
-    """Add to what is on disk now, which another process may have changed; the rename is atomic."""
+    """Add to what is on disk now, which another process may have changed; the rename is atomic.
+
+    Of two processes that write in the same instant one loses its entries, and measures them again later.
+    """
     if not fresh:
         return
     merged = {name: cost for name, cost in _read(key).items() if name not in fresh}

@@ -1,8 +1,8 @@
 """Allocator events of torch's CPU allocator, read from a profiler session, and the level they add up to.
 
-Facts about kineto that shape this file (torch 2.14, CPU):
+Facts about kineto that shape this file (torch 2.11 to 2.14, CPU):
 
-- A second session silently cancels the first; neither raises. So a running one is looked for before
+- A second session cancels the first, silently in 2.14. So a running one is looked for before
   starting, and each of ours begins and ends with a tagged allocation that must come back.
 - A block that was allocated before the session has no known size: its free gives no event. If an earlier
   session saw its address, the free gives an event with that earlier size, which may be another block's.
@@ -74,7 +74,10 @@ class Session:
     def stop(self) -> Recording:
         _tag()
         profiler, self._profiler = self._profiler, None
-        profiler.__exit__(None, None, None)
+        try:
+            profiler.__exit__(None, None, None)
+        except RuntimeError as error:  # torch 2.11 raises where 2.14 gives an empty result
+            raise _cut_short(0) from error
         roots = profiler.kineto_results.experimental_event_tree()
         events = _events_of(roots)
         return Recording(tuple(roots), _checked(events), events[0].nanoseconds)
@@ -136,10 +139,7 @@ def _events_of(roots: Iterable[Any]) -> tuple[Event, ...]:
 def _checked(events: tuple[Event, ...]) -> tuple[Event, ...]:
     """The events between the tags, once it is sure that both tags and everything between are there."""
     if len(events) < 4 or not (_is_tag(events[:2]) and _is_tag(events[-2:])):
-        raise GradstowError(
-            f"the memory measurement was cut short ({len(events)} allocator events came back): another "
-            "torch profiler was started or stopped while it ran. Remove that profiler from the measured code."
-        )
+        raise _cut_short(len(events))
     between = events[2:-2]
     moved = events[-3].total - events[1].total
     if sum(event.nbytes for event in between) != moved:
@@ -149,6 +149,13 @@ def _checked(events: tuple[Event, ...]) -> tuple[Event, ...]:
             "Measure again, with less in the measured block and no other thread allocating."
         )
     return between
+
+
+def _cut_short(events: int) -> GradstowError:
+    return GradstowError(
+        f"the memory measurement was cut short ({events} allocator events came back): another torch "
+        "profiler was started or stopped while it ran. Remove that profiler from the measured code."
+    )
 
 
 def _is_tag(pair: tuple[Event, ...]) -> bool:

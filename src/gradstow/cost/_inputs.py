@@ -103,12 +103,16 @@ def sizes(signature: str) -> Sizes:
     except Exception:  # any op may lack a meta kernel, and says so with any error
         return Sizes(input_bytes, None)
     given = [tensor.untyped_storage() for tensor in inputs]
-    shapes, view = [], True
+    made: list[torch.UntypedStorage] = []
+    outputs = []
     for out in tensors_in(result):
-        aliased = any(out.untyped_storage() is storage for storage in given)
-        shapes.append((tuple(out.shape), 0 if aliased else out.untyped_storage().nbytes()))
-        view = view and aliased and not any(out is tensor for tensor in inputs)
-    return Sizes(input_bytes, tuple(shapes), view and bool(shapes))
+        storage = out.untyped_storage()
+        known = any(storage is other for other in (*given, *made))
+        outputs.append((tuple(out.shape), 0 if known else storage.nbytes()))
+        if not known:
+            made.append(storage)
+    returned = any(out is tensor for out in tensors_in(result) for tensor in inputs)
+    return Sizes(input_bytes, tuple(outputs), view=bool(outputs) and not made and not returned)
 
 
 def tensors_in(item: Any) -> Iterator[torch.Tensor]:

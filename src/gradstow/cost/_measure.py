@@ -12,7 +12,7 @@ from gradstow.cost._inputs import Sizes, Undecodable, sizes
 from gradstow.cost._machine import Machine, device_name, machine_of, undisturbed
 from gradstow.cost._memory import paused
 from gradstow.cost._shrink import analytic, shrink
-from gradstow.ir._cost import CostTable, OpCost
+from gradstow.ir import CostTable, OpCost
 
 UNKNOWN = OpCost(0.0, 0, "unknown")
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradstow.cost._inputs import Sizes, meta_call, sizes, storage_items, tensors_in
-from gradstow.ir._cost import OpCost
+from gradstow.ir import OpCost
 
 _UNKNOWN = OpCost(0.0, 0, "unknown")
 

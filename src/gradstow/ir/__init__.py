@@ -13,6 +13,7 @@ from gradstow.ir._graph import (
     Value,
 )
 from gradstow.ir._just_in_time import just_in_time
+from gradstow.ir._plan import PlanData
 from gradstow.ir._replay import Moment, Timeline, replay
 from gradstow.ir._schedule import Event, Free, RegionSchedule, Run, Schedule
 
@@ -24,6 +25,7 @@ __all__ = [
     "Moment",
     "Op",
     "OpCost",
+    "PlanData",
     "Region",
     "RegionSchedule",
     "Rerun",

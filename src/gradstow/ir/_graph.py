@@ -151,6 +151,7 @@ class StepGraph:
         reserve_bytes: room for a loss that was not captured, held between forward and backward.
         optimizer_peak_bytes: working memory of the optimizer's step, above its state and the gradients.
         grads_exist: whether ``.grad`` is already there, so that gradients are added to it.
+        outputs_held: whether the user's loop still holds the model's output while the backward runs.
         device: "cpu" or "cuda".
         batch: signature of the batch, for the plan's key.
         model: name of the model's class.
@@ -164,6 +165,7 @@ class StepGraph:
     reserve_bytes: int = 0
     optimizer_peak_bytes: int = 0
     grads_exist: bool = False
+    outputs_held: bool = True
     batch: str = ""
     model: str = ""
     breaks: tuple[GraphBreak, ...] = ()
@@ -186,6 +188,7 @@ class StepGraph:
             reserve_bytes=data["reserve_bytes"],
             optimizer_peak_bytes=data["optimizer_peak_bytes"],
             grads_exist=data["grads_exist"],
+            outputs_held=data["outputs_held"],
             batch=data["batch"],
             model=data["model"],
             breaks=tuple(GraphBreak(**b) for b in data["breaks"]),

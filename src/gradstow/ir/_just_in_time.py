@@ -32,7 +32,8 @@ class _Builder:
         self.base: dict[int, int] = {}
         for op in region.ops:
             for v in op.outputs:
-                self.base.setdefault(self.storage[v], v)
+                if self.storage[v] not in self.outside:
+                    self.base.setdefault(self.storage[v], v)
         self.order: list[int] = []
 
     def build(self) -> RegionSchedule:

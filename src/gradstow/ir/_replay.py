@@ -56,6 +56,8 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable) -> Timeline:
     for r in range(len(graph.regions)):
         walk.forward(r, schedule)
     walk.reserve(graph.reserve_bytes)
+    if not graph.outputs_held:
+        walk.release_all("output")
     for r in reversed(range(len(graph.regions))):
         walk.backward(r, schedule)
     return Timeline(tuple(walk.moments), walk.live_at_peak)
@@ -115,7 +117,7 @@ class _Walk:
         for value in region.outputs:
             if value >= 0:
                 self.hold(self.key(r, region.values[value].storage), "output")
-        self._release_all(f"forward{r}")
+        self.release_all(f"forward{r}")
         for key, last in self.last_reader.items():
             if last == r:
                 self.release(key, "output")
@@ -125,7 +127,7 @@ class _Walk:
         tangents = {self.key(r, region.values[v].storage) for v in region.tangents}
         for key in tangents:
             self.hold(key, f"tangent{r}")
-        self._release_all("boundary gradient")
+        self.release_all("boundary gradient")
         for event in plan.backward:
             if isinstance(event, Free):
                 self.release(self.key(r, event.storage), f"kept{r}")
@@ -138,9 +140,9 @@ class _Walk:
             key = self.key(r, region.values[value].storage)
             self.hold(key, "gradient" if accumulated else "boundary gradient")
         for who in (f"kept{r}", f"backward{r}", f"tangent{r}"):
-            self._release_all(who)
+            self.release_all(who)
 
-    def _release_all(self, who: str) -> None:
+    def release_all(self, who: str) -> None:
         for key in [k for k, holders in self.holders.items() if who in holders]:
             self.release(key, who)
 

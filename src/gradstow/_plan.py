@@ -1,0 +1,60 @@
+"""``gs.Plan``: the plan that users hold, print, save and load."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import cached_property
+from pathlib import Path
+
+from gradstow._errors import StalePlan
+from gradstow.ir import PlanData
+from gradstow.report import Row, plan_rows, plan_text
+
+
+class Plan(PlanData):
+    """A plan for one model, one batch shape and one budget. ``print(plan)`` shows its table.
+
+    Everything is in bytes and seconds. See ``PlanData`` for the fields.
+    """
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One row per stored, recomputed or freed value: bytes, decision, reason, shape, where it comes from."""
+        return plan_rows(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all."""
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.dumps())
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file.
+
+        Raises:
+            StalePlan: the file is missing, damaged or of another format.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StalePlan(f"the plan file {path} cannot be read: {error}. Save one with plan.save.") from error
+        return cls.loads(text, f"the plan file {path}")
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def __repr__(self) -> str:
+        from gradstow._units import format_bytes
+
+        return (
+            f"<Plan {self.graph.model} budget={self.budget} peak={format_bytes(self.predicted_peak_bytes)} "
+            f"reruns={self.rerun_ops}>"
+        )
