@@ -23,7 +23,7 @@ import torch.autograd.profiler
 from gradstow._errors import GradstowError
 
 _TAG_BYTES = 1
-_MARK = "gradstow::"
+_MARK = "gradstow op number "
 
 
 @dataclass(frozen=True, slots=True)

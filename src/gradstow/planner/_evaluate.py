@@ -85,47 +85,17 @@ def _expand(problem: Problem, wanted: set[int]) -> tuple[list[tuple[Node, bool]]
 
 
 def _forward(problem: Problem, kept: set[int], reuse: bool) -> tuple[int, list[int]]:
-    nbytes, held = problem.nbytes, problem.held
-    dies = _forward_deaths(problem)
+    nbytes = problem.nbytes
     live, during = 0, []
-    for index, node in enumerate(problem.forward):
-        new = 0
-        for s in node.outputs:
-            new += nbytes[s]
-        extra = node.working
-        if reuse:
-            for s in node.overwrites:
-                if s in dies[index] and s not in kept and s not in held:
-                    extra -= nbytes[s]
-                    break
-        during.append(live + new + extra)
-        live += new
-        for s in dies[index]:
-            if s not in kept and s not in held:
-                live -= nbytes[s]
+    for node, deaths in zip(problem.forward, problem.deaths, strict=True):
+        dying = deaths - kept
+        new = sum(nbytes[s] for s in node.outputs)
+        taken = next((nbytes[s] for s in node.overwrites if s in dying), 0) if reuse else 0
+        during.append(live + new + node.working - taken)
+        live += new - sum(nbytes[s] for s in dying)
     if problem.graph.reserve_bytes:
         during.append(live + problem.graph.reserve_bytes)
-    return live, during
-
-
-_DEATHS: dict[int, tuple[Problem, list[set[int]]]] = {}
-
-
-def _forward_deaths(problem: Problem) -> list[set[int]]:
-    """Index in ``forward`` → storages that no later forward op reads. Computed once per problem."""
-    known = _DEATHS.get(id(problem))
-    if known is not None and known[0] is problem:
-        return known[1]
-    last: dict[int, int] = {}
-    for index, node in enumerate(problem.forward):
-        for s in (*node.inputs, *node.outputs):
-            last[s] = index
-    dies: list[set[int]] = [set() for _ in problem.forward]
-    for s, index in last.items():
-        dies[index].add(s)
-    _DEATHS.clear()
-    _DEATHS[id(problem)] = (problem, dies)
-    return dies
+    return live - sum(nbytes[s] for s in problem.lasting - kept), during
 
 
 def _last_uses(order: list[tuple[Node, bool]], present: set[int]) -> dict[int, int]:

@@ -38,11 +38,13 @@ class Problem:
         nbytes: bytes by storage number.
         maker: storage → index in ``forward``, or -1 where it is not a forward op of its own region.
         decision: storage → decision; storages with the same decision are kept or not together.
-        held: storages alive from their making to the end of the step (outputs of the last region).
+        held: storages alive from their making to the end of the step (outputs that the caller holds).
+        lasting: storages alive at least to the end of all forwards (outputs that the caller drops then).
         always: storages that must be kept (boundaries, unmanaged regions).
         boundary: storages that a later region reads.
         tangents, boundary_gradients: by region, storages that live as long as that region's backward.
-        names: storage → (region, storage id).
+        names: storage → (region, storage id); ``numbers`` is the way back.
+        deaths: index in ``forward`` → storages that no later forward op reads.
     """
 
     graph: StepGraph
@@ -52,6 +54,7 @@ class Problem:
     maker: list[int] = field(default_factory=list)
     decision: list[int] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
+    lasting: set[int] = field(default_factory=set)
     always: set[int] = field(default_factory=set)
     boundary: set[int] = field(default_factory=set)
     tangents: dict[int, list[int]] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class Problem:
     boundary_gradients: dict[int, list[int]] = field(default_factory=dict)
     names: list[tuple[int, int]] = field(default_factory=list)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+    deaths: list[set[int]] = field(default_factory=list)
 
     def members(self) -> dict[int, list[int]]:
         """Decision → its storages."""
@@ -88,7 +92,20 @@ def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
         _add_outputs(problem, r, region)
     for r in reversed(range(len(graph.regions))):
         _add_nodes(problem, r, graph.regions[r], costs, backward=True)
+    problem.deaths = _deaths(problem)
     return problem
+
+
+def _deaths(problem: Problem) -> list[set[int]]:
+    last: dict[int, int] = {}
+    for index, node in enumerate(problem.forward):
+        for s in (*node.inputs, *node.outputs):
+            last[s] = index
+    deaths: list[set[int]] = [set() for _ in problem.forward]
+    for s, index in last.items():
+        if s not in problem.held and s not in problem.lasting:
+            deaths[index].add(s)
+    return deaths
 
 
 def _number(problem: Problem, r: int, storage: int) -> int | None:
@@ -139,7 +156,7 @@ def _add_outputs(problem: Problem, r: int, region: Region) -> None:
         if value >= 0 and last:
             number = _number(problem, r, region.values[value].storage)
             if number is not None:
-                problem.held.add(number)
+                (problem.held if problem.graph.outputs_held else problem.lasting).add(number)
     for value in region.inputs:
         storage = region.storages[region.values[value].storage]
         if storage.origin is not None and storage.origin in problem.numbers:

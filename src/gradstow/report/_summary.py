@@ -1,0 +1,138 @@
+"""The numbers at the top of a report, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gradstow.ir import Moment, PlanData, Region, StepGraph, Timeline
+from gradstow.report._names import module_path, short_target
+from gradstow.report._rows import DECISIONS, Row, plan_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A moment of the step: which op of which module, in which part."""
+
+    op: str
+    module: str
+    source: str
+    part: str  # "forward", "backward", "recomputation", "optimizer" or "loss"
+
+    def __str__(self) -> str:
+        if self.part in ("optimizer", "loss"):
+            return self.op
+        where = f" of {self.module}" if self.module else ""
+        source = f" ({self.source})" if self.source else ""
+        return f"{self.op}{where}{source}, in the {self.part}"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many values a decision holds for, and their bytes."""
+
+    values: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a plan is about and what it predicts; bytes and seconds.
+
+    Attributes:
+        resident: bytes alive when the step starts, by what they are for.
+        predicted_step_peak_bytes, plain_step_peak_bytes: the step's peak above what is resident.
+        predicted_peak_bytes, plain_peak_bytes: all live bytes at the worst moment.
+        peak_at, plain_peak_at: the moment of the total peak; None for a step without moments.
+        decisions: for each decision how many values and bytes.
+        breaks: graph breaks, as text.
+        not_planned: regions that run as plain PyTorch, with their number of forward ops.
+    """
+
+    model: str
+    batch: str
+    device: str
+    versions: Mapping[str, str]
+    budget: str
+    policy: str
+    resident: Mapping[str, int]
+    resident_bytes: int
+    predicted_step_peak_bytes: int
+    plain_step_peak_bytes: int
+    predicted_peak_bytes: int
+    plain_peak_bytes: int
+    peak_at: Place | None
+    plain_peak_at: Place | None
+    predicted_seconds: float
+    plain_seconds: float
+    lower_bound_seconds: float
+    rerun_ops: int
+    decisions: Mapping[str, Share]
+    breaks: tuple[str, ...] = ()
+    not_planned: Mapping[str, int] = field(default_factory=dict)
+    solver: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["decisions"] = {k: {"values": s.values, "bytes": s.nbytes} for k, s in self.decisions.items()}
+        data["breaks"], data["versions"] = list(self.breaks), dict(self.versions)
+        return data
+
+
+def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
+    """The numbers of a plan; ``rows`` saves making them twice."""
+    graph, rows = plan.graph, plan_rows(plan) if rows is None else rows
+    resident = {k: int(v) for k, v in asdict(graph.resident).items()}
+    return Summary(
+        model=graph.model,
+        batch=graph.batch.removesuffix(" *"),
+        device=graph.device,
+        versions=dict(graph.versions),
+        budget=plan.budget,
+        policy=plan.policy,
+        resident=resident,
+        resident_bytes=plan.resident_bytes,
+        predicted_step_peak_bytes=plan.predicted_step_peak_bytes,
+        plain_step_peak_bytes=plan.plain_step_peak_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        plain_peak_bytes=plan.plain_peak_bytes,
+        peak_at=_peak_at(graph, plan.timeline, plan.optimizer_bytes),
+        plain_peak_at=_peak_at(graph, plan.plain_timeline, plan.optimizer_bytes),
+        predicted_seconds=plan.predicted_seconds,
+        plain_seconds=plan.plain_seconds,
+        lower_bound_seconds=plan.lower_bound_seconds,
+        rerun_ops=plan.rerun_ops,
+        decisions={d: _share(rows, d) for d in DECISIONS},
+        breaks=tuple(f"{b.reason} ({b.source})" if b.source else b.reason for b in graph.breaks),
+        not_planned={
+            r.name: sum(not op.backward and not op.view for op in r.ops)
+            for r in graph.regions
+            if not r.managed
+        },
+        solver=dict(plan.solver),
+    )
+
+
+def _forward_ops(region: Region) -> int:
+    return sum(not op.backward and not op.view for op in region.ops)
+
+
+def _share(rows: tuple[Row, ...], decision: str) -> Share:
+    found = [row.nbytes for row in rows if row.decision == decision]
+    return Share(len(found), sum(found))
+
+
+def _peak_at(graph: StepGraph, timeline: Timeline, optimizer_bytes: int) -> Place | None:
+    if optimizer_bytes > timeline.peak_bytes:
+        return Place("optimizer.step", "", "", "optimizer")
+    return place(graph, timeline.moments[timeline.peak_index]) if timeline.moments else None
+
+
+def place(graph: StepGraph, moment: Moment) -> Place:
+    """Where in the user's model a moment of the timeline is."""
+    if moment.op < 0:
+        return Place("the loss, for which room is reserved", "", "", "loss")
+    op = graph.regions[moment.region].ops[moment.op]
+    part = "recomputation" if moment.recompute else "backward" if moment.backward else "forward"
+    return Place(short_target(op.target), module_path(op.module), op.source, part)
