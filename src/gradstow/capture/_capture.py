@@ -81,7 +81,10 @@ def _rehearse(
             f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
-    joints = [_describe(i, r, recorder.order, device) for i, r in enumerate(recorder.order)]
+    last = max(i for i, r in enumerate(recorder.order) if r.compiled.managed)
+    joints = [
+        _describe(i, r, device, held=step.outputs_held and (i >= last)) for i, r in enumerate(recorder.order)
+    ]
     return StepGraph(
         regions=_with_origins([j.region for j in joints], recorder.order),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
@@ -180,7 +183,7 @@ def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str) -> tuple[int,
     return sum(seen.values()), memory.peak_bytes
 
 
-def _describe(index: int, record: RegionRecord, order: list[RegionRecord], device: str) -> JointGraph:
+def _describe(index: int, record: RegionRecord, device: str, *, held: bool) -> JointGraph:
     graph = record.compiled
     mask = record.mask if record.ran_backward else None
     module = normalize(graph.joint, mask)
@@ -191,6 +194,7 @@ def _describe(index: int, record: RegionRecord, order: list[RegionRecord], devic
         name=f"region {index}" if graph.managed else "loss",
         mask=record.mask,
         print_=fingerprint(graph.joint, graph.num_forward_outputs),
+        held=held,
         managed=graph.managed,
         device=device,
     )

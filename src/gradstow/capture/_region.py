@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,11 +70,13 @@ def build_region(
     name: str = "region",
     mask: Sequence[bool] = (),
     print_: str = "",
+    held: bool = False,
     managed: bool = True,
     device: str = "cpu",
 ) -> JointGraph:
     """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from."""
-    return _Builder(module, num_forward_outputs, roles, device).build(name, tuple(mask), print_, managed)
+    built = _Builder(module, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
+    return replace(built, region=replace(built.region, held=held, managed=managed))
 
 
 class _Builder:
@@ -91,7 +93,7 @@ class _Builder:
         self.value_nodes: list[fx.Node | None] = []
         self.backward = _backward_nodes(module.graph, self.outputs)
 
-    def build(self, name: str, mask: tuple[bool, ...], print_: str, managed: bool) -> JointGraph:
+    def build(self, name: str, mask: tuple[bool, ...], print_: str) -> JointGraph:
         placeholders = list(self.module.graph.find_nodes(op="placeholder"))
         primals = [p for p in placeholders if not is_tangent(p)]
         tangents = [p for p in placeholders if is_tangent(p)]
@@ -115,7 +117,6 @@ class _Builder:
             tangent_mask=mask,
             gradients=tuple(self._id(n) for n in self.gradients),
             accumulated=tuple(role.accumulates for role in self.roles),
-            managed=managed,
             fingerprint=print_,
         )
         return JointGraph(self.module, region, tuple(ordered), tuple(self.value_nodes))
@@ -123,13 +124,15 @@ class _Builder:
     def _id(self, node: Any) -> int:
         return self.value_ids[node] if isinstance(node, fx.Node) else -1
 
-    def _storage(self, val: torch.Tensor, kind: StorageKind, origin: tuple[int, int] | None = None) -> int:
+    def _storage(
+        self, node: fx.Node | None, val: torch.Tensor, kind: StorageKind, origin: tuple[int, int] | None
+    ) -> int:
         ref = StorageWeakRef(val.untyped_storage())
         if ref not in self.storage_ids:
             here = val.device.type == self.device
             nbytes = int(val.untyped_storage().nbytes()) if here else 0
             self.storage_ids[ref] = len(self.storages)
-            self.storages.append(Storage(nbytes, kind, origin))
+            self.storages.append(Storage(nbytes, kind, origin, plain_nbytes(node) if here else -1))
         return self.storage_ids[ref]
 
     def _add(
@@ -141,7 +144,7 @@ class _Builder:
         origin: tuple[int, int] | None = None,
     ) -> int:
         if isinstance(val, torch.Tensor):
-            storage = self._storage(val, kind, origin)
+            storage = self._storage(node, val, kind, origin)
             value = Value(name, storage, tuple(int(s) for s in val.shape), str(val.dtype).removeprefix("torch."))
         else:
             self.storages.append(Storage(0, kind, None))
@@ -183,7 +186,7 @@ class _Builder:
         if not isinstance(val, (tuple, list)):
             return () if val is None else (self._add(node, node.name, val, kind),)
         readers = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-        ids = []
+        ids: list[int] = []
         for index, item in enumerate(val):
             if isinstance(item, torch.Tensor) or index in readers:
                 ids.append(self._add(readers.get(index), f"{node.name}.{index}", item, kind))
@@ -207,6 +210,17 @@ class _Builder:
             outputs=tuple(outputs[i] for i in call.outputs),
             signature=encode(str(call.target), _values(args), {}),
         )
+
+
+def plain_nbytes(node: fx.Node | None) -> int:
+    """Bytes of the mask that eager's dropout on CPU keeps: floats where ours are bools; -1 for other nodes."""
+    if node is None or node.target is not torch.ops.aten.bernoulli.p:
+        return -1
+    products = [u.meta["val"] for u in node.users if u.target is torch.ops.aten.mul.Tensor]
+    mask = node.meta["val"]
+    if mask.dtype is not torch.bool or not products:
+        return -1
+    return int(mask.numel()) * products[0].element_size()
 
 
 def signature(node: fx.Node) -> str:

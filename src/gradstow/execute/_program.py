@@ -65,6 +65,7 @@ class RegionProgram:
             self.num_forward_outputs,
             [_role(self.region, v) for v in self.region.inputs],
             mask=mask,
+            held=self.region.held,
             device=self.device,
         )
 

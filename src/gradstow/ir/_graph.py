@@ -26,11 +26,16 @@ class StorageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A block of memory. ``origin`` is (region, storage) of the maker for a boundary storage."""
+    """A block of memory.
+
+    ``origin`` is (region, storage) of the maker for a boundary storage. ``plain_nbytes`` is what plain
+    PyTorch needs for the same thing, where that differs (its CPU dropout keeps a float mask), else -1.
+    """
 
     nbytes: int
     kind: StorageKind
     origin: tuple[int, int] | None = None
+    plain_nbytes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ class Region:
         tangent_mask: for each gradient that could arrive, whether it does in this step.
         gradients: value ids that the backward hands out; -1 for None.
         accumulated: for each gradient, whether it ends in a ``.grad`` and so lives to the end of the step.
+        held: whether the caller still holds the outputs while the backward runs, so that keeping them is free.
         managed: False for code that runs as plain PyTorch (a loss outside the model).
         fingerprint: structural hash of the captured graph; what runs must have the same.
     """
@@ -110,6 +116,7 @@ class Region:
     tangent_mask: tuple[bool, ...]
     gradients: tuple[int, ...]
     accumulated: tuple[bool, ...]
+    held: bool = False
     managed: bool = True
     fingerprint: str = ""
 
@@ -208,7 +215,8 @@ def _op(data: Mapping[str, Any]) -> Op:
 
 def _storage(data: Mapping[str, Any]) -> Storage:
     origin = data["origin"]
-    return Storage(data["nbytes"], StorageKind(data["kind"]), None if origin is None else tuple(origin))
+    kind = StorageKind(data["kind"])
+    return Storage(data["nbytes"], kind, None if origin is None else tuple(origin), data["plain_nbytes"])
 
 
 def _region(data: Mapping[str, Any]) -> Region:

@@ -26,6 +26,7 @@ class _Builder:
         self.inputs = set(region.inputs) | set(region.tangents)
         self.outside = {self.storage[v] for v in self.inputs}
         self.outputs = {self.storage[v] for v in region.outputs if v >= 0}
+        self.free = self.outputs if region.held else set()  # kept without cost: the caller holds them
         self.results = {self.storage[v] for v in region.gradients if v >= 0}
         kinds = (StorageKind.ACTIVATION, StorageKind.BOUNDARY)
         self.kept = {s for s in kept if region.storages[s].kind in kinds}
@@ -44,14 +45,14 @@ class _Builder:
             kept=tuple(sorted(kept)),
             forward=self._events(forward, stay=kept | self.outputs, untouchable=self.outside, again=False),
             backward=self._events(
-                self.order, stay=self.results, untouchable=self.outside | kept | self.outputs, again=True
+                self.order, stay=self.results, untouchable=self.outside | kept | self.free, again=True
             ),
         )
 
     def _expand(self) -> None:
         """The backward's ops with the recomputations and views that they need, in running order."""
         ops, available = self.region.ops, set(self.inputs)
-        kept = self.kept | self.outputs
+        kept = self.kept | self.free
         available.update(v for s, v in self.base.items() if s in kept and not self._is_backward(v))
         for index, op in enumerate(ops):
             if not op.backward:
@@ -110,7 +111,7 @@ class _Builder:
         boundary = {
             s for s in self.outside if self.region.storages[s].kind is StorageKind.BOUNDARY
         }
-        return ((self.kept | self.outputs) - self.results | boundary) & read
+        return ((self.kept | self.free) - self.results | boundary) & read
 
     def _events(self, order: list[int], *, stay: set[int], untouchable: set[int], again: bool) -> tuple[Event, ...]:
         last: dict[int, int] = {}

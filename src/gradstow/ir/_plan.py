@@ -48,7 +48,7 @@ class PlanData:
     @cached_property
     def plain_timeline(self) -> Timeline:
         """The simulated step of plain PyTorch."""
-        return replay(self.graph, self.plain, self.costs)
+        return replay(self.graph, self.plain, self.costs, plain=True)
 
     @property
     def resident_bytes(self) -> int:

@@ -46,13 +46,14 @@ class Timeline:
         return sum(m.seconds for m in self.moments if m.recompute)
 
 
-def replay(graph: StepGraph, schedule: Schedule, costs: CostTable) -> Timeline:
+def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: bool = False) -> Timeline:
     """The timeline of running ``schedule``.
 
     Bytes at a Run are what is alive before it, plus the outputs that it makes, plus the op's working
-    memory; the peak is taken with the new outputs counted. Resident storages count nothing.
+    memory; the peak is taken with the new outputs counted. Resident storages count nothing. ``plain``
+    counts storages as plain PyTorch would have them.
     """
-    walk = _Walk(graph, costs)
+    walk = _Walk(graph, costs, plain)
     for r in range(len(graph.regions)):
         walk.forward(r, schedule)
     walk.reserve(graph.reserve_bytes)
@@ -69,8 +70,8 @@ Key = tuple[int, int]
 class _Walk:
     """Live storages as {(region, storage): holders}; a storage counts while anybody holds it."""
 
-    def __init__(self, graph: StepGraph, costs: CostTable) -> None:
-        self.graph, self.costs = graph, costs
+    def __init__(self, graph: StepGraph, costs: CostTable, plain: bool) -> None:
+        self.graph, self.costs, self.plain = graph, costs, plain
         self.moments: list[Moment] = []
         self.holders: dict[Key, set[str]] = {}
         self.live = 0
@@ -84,7 +85,9 @@ class _Walk:
 
     def nbytes(self, key: Key) -> int:
         storage = self.graph.regions[key[0]].storages[key[1]]
-        return 0 if storage.kind is StorageKind.RESIDENT else storage.nbytes
+        if storage.kind is StorageKind.RESIDENT:
+            return 0
+        return storage.plain_nbytes if self.plain and storage.plain_nbytes >= 0 else storage.nbytes
 
     def hold(self, key: Key, who: str) -> None:
         holders = self.holders.setdefault(key, set())
@@ -133,7 +136,7 @@ class _Walk:
                 self.release(self.key(r, event.storage), f"kept{r}")
                 self.release(self.key(r, event.storage), f"backward{r}")
             else:
-                self._run(r, event, f"backward{r}", backward=True)
+                self._run(r, event, f"backward{r}", backward=True, kept=plan.kept)
         for value, accumulated in zip(region.gradients, region.accumulated, strict=True):
             if value < 0 or (accumulated and self.graph.grads_exist):
                 continue
@@ -146,19 +149,21 @@ class _Walk:
         for key in [k for k, holders in self.holders.items() if who in holders]:
             self.release(key, who)
 
-    def _run(self, r: int, event: Run, who: str, *, backward: bool) -> None:
+    def _run(self, r: int, event: Run, who: str, *, backward: bool, kept: tuple[int, ...] = ()) -> None:
         region = self.graph.regions[r]
         op = region.ops[event.op]
         recompute = backward and not op.backward
         cost = self.costs.rerun(op) if recompute else self.costs.run(op)
         made = self._made(r, region, op, recompute)
-        transient = sum(self.nbytes(k) for k in made if k in self.holders)
+        twice = {k for k in made if recompute and (k in self.holders or (k[0] == r and k[1] in kept))}
+        transient = sum(self.nbytes(k) for k in twice)  # made beside the kept original, and dropped at once
         if event.reuse >= 0:
             taken = self.key(r, region.values[event.reuse].storage)
             self.holders.pop(taken, None)
             self.live -= self.nbytes(taken)
         for key in made:
-            self.hold(key, who)
+            if key not in twice:
+                self.hold(key, who)
         self._note(r, event.op, backward, recompute, self.live + transient + cost.working_bytes, cost.seconds)
 
     def _made(self, r: int, region: Region, op: Op, recompute: bool) -> list[Key]:

@@ -47,7 +47,7 @@ def evaluate(problem: Problem, kept: set[int], *, reuse: bool = True) -> Outcome
 
 def _expand(problem: Problem, wanted: set[int]) -> tuple[list[tuple[Node, bool]], set[int], float]:
     """The backward with its recomputations, the storages that turn out to be kept, the added seconds."""
-    kept = set(wanted)
+    kept = wanted & problem.keepable
     available = kept | problem.held | problem.always
     for tangents in problem.tangents.values():
         available.update(tangents)

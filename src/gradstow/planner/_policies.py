@@ -26,7 +26,7 @@ def check_policy(name: str) -> str:
 def kept_by_policy(problem: Problem, name: str) -> set[int]:
     """Storages that a named policy keeps (those that no op can make again come on top)."""
     if name == "store-all":
-        return set(range(len(problem.nbytes)))
+        return set(problem.keepable)
     if name == "recompute-all":
         return set()
     narrow = narrow_points(problem)

@@ -40,6 +40,7 @@ class Problem:
         decision: storage → decision; storages with the same decision are kept or not together.
         held: storages alive from their making to the end of the step (outputs that the caller holds).
         lasting: storages alive at least to the end of all forwards (outputs that the caller drops then).
+        keepable: storages that can cross from the forward to the backward.
         always: storages that must be kept (boundaries, unmanaged regions).
         boundary: storages that a later region reads.
         tangents, boundary_gradients: by region, storages that live as long as that region's backward.
@@ -55,6 +56,7 @@ class Problem:
     decision: list[int] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     lasting: set[int] = field(default_factory=set)
+    keepable: set[int] = field(default_factory=set)
     always: set[int] = field(default_factory=set)
     boundary: set[int] = field(default_factory=set)
     tangents: dict[int, list[int]] = field(default_factory=dict)
@@ -93,6 +95,7 @@ def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
     for r in reversed(range(len(graph.regions))):
         _add_nodes(problem, r, graph.regions[r], costs, backward=True)
     problem.deaths = _deaths(problem)
+    problem.keepable = {s for s, maker in enumerate(problem.maker) if maker >= 0}
     return problem
 
 
@@ -151,12 +154,12 @@ def _set_again(problem: Problem, node: Node, op: Op, costs: CostTable, numbers: 
 
 
 def _add_outputs(problem: Problem, r: int, region: Region) -> None:
-    last = r == _last_managed(problem.graph) or not region.managed
     for value in region.outputs:
-        if value >= 0 and last:
-            number = _number(problem, r, region.values[value].storage)
-            if number is not None:
-                (problem.held if problem.graph.outputs_held else problem.lasting).add(number)
+        number = None if value < 0 else _number(problem, r, region.values[value].storage)
+        if number is not None and region.held:
+            problem.held.add(number)
+        elif number is not None and not _read_later(problem.graph, r, region.values[value].storage):
+            problem.lasting.add(number)
     for value in region.inputs:
         storage = region.storages[region.values[value].storage]
         if storage.origin is not None and storage.origin in problem.numbers:
@@ -177,5 +180,5 @@ def _add_outputs(problem: Problem, r: int, region: Region) -> None:
             problem.boundary_gradients[r].append(number)
 
 
-def _last_managed(graph: StepGraph) -> int:
-    return max((r for r, region in enumerate(graph.regions) if region.managed), default=0)
+def _read_later(graph: StepGraph, r: int, storage: int) -> bool:
+    return any(item.origin == (r, storage) for region in graph.regions[r + 1 :] for item in region.storages)

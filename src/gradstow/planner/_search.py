@@ -24,12 +24,14 @@ class Found:
     rounds: int
 
 
-def search(problem: Problem, knapsack: Knapsack, budget: int, *, seconds: float = 10.0) -> Found:
+def search(
+    problem: Problem, knapsack: Knapsack, budget: int, *, seconds: float = 10.0, gap: float = 0.005
+) -> Found:
     """The cheapest kept set whose followed peak is at or under ``budget`` step bytes; ``outcome`` None if none."""
     moments: dict[int, int] = {}
     bound = 0.0
     for rounds in range(1, _ROUNDS + 1):
-        solution = knapsack.solve(budget, moments, seconds=seconds, gap=0.002 if rounds == 1 else 0.01)
+        solution = knapsack.solve(budget, moments, seconds=seconds, gap=gap)
         if rounds == 1:
             bound = solution.bound  # only the start of the backward: holds for every order of reruns
         if solution.kept is None:
@@ -67,15 +69,15 @@ def _add_overflows(problem: Problem, outcome: Outcome, budget: int, moments: dic
         moments[moment] = moments[moment] + over[moment] if moment in moments else 0
 
 
-def minimum(problem: Problem, knapsack: Knapsack, known_low: int, known_high: int) -> Outcome | None:
-    """The smallest peak that the search reaches, to about 1 % between two known peaks."""
+
+def minimum(problem: Problem, knapsack: Knapsack, low: int, high: int) -> Outcome | None:
+    """The smallest peak that the search reaches, to about 2 % between two known peaks."""
     best: Outcome | None = None
-    low, high = known_low, known_high
-    while high - low > max(high // 100, 1 << 16):
+    while high - low > max(high // 50, 1 << 16):
         middle = (low + high) // 2
-        found = search(problem, knapsack, middle, seconds=3.0)
-        if found.outcome is None:
+        outcome = search(problem, knapsack, middle, seconds=1.5, gap=0.1).outcome
+        if outcome is None:
             low = middle
         else:
-            best, high = found.outcome, min(middle, found.outcome.peak_bytes)
+            best, high = outcome, min(middle, outcome.peak_bytes)
     return best

@@ -56,7 +56,7 @@ def make_plan(
         costs=costs,
         budget=budget,
         policy=policy,
-        lower_bound_seconds=replay(graph, plain, costs).seconds + decision.bound,
+        lower_bound_seconds=replay(graph, plain, costs, plain=True).seconds + decision.bound,
         solver=decision.solver,
     )
     if step_budget is not None:
@@ -67,7 +67,8 @@ def make_plan(
 def plain_step_peak(graph: StepGraph, costs: CostTable) -> int:
     """Simulated step peak of plain PyTorch, in bytes."""
     problem = build_problem(graph, costs)
-    return replay(graph, _schedule(graph, problem, set(range(len(problem.nbytes))), reuse=False), costs).peak_bytes
+    schedule = _schedule(graph, problem, kept_by_policy(problem, "store-all"), reuse=False)
+    return replay(graph, schedule, costs, plain=True).peak_bytes
 
 
 def _decide(

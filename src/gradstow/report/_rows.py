@@ -69,7 +69,6 @@ class _View:
             self.kept.update(self._key(r, s) for s in plan.schedule.regions[r].kept)
             self.crossing.update(s.origin for s in region.storages if s.origin is not None)
             self._count_reruns(r, region)
-        self.read_again = self._read_by_reruns()
         self.held = self._held() if plan.graph.outputs_held else set()
 
     def _key(self, r: int, storage: int) -> Key:
@@ -86,14 +85,6 @@ class _View:
             for storage in {region.values[v].storage for v in outputs}:
                 key = self._key(r, storage)
                 self.again[key] = self.again.get(key, 0) + 1
-
-    def _read_by_reruns(self) -> set[Key]:
-        return {
-            self._key(r, region.values[v].storage)
-            for r, region in enumerate(self.regions)
-            for op in self._recomputed(r)
-            for v in (op.inputs if op.rerun is None else op.rerun.inputs)
-        }
 
     def _held(self) -> set[Key]:
         """Outputs that the user's loop can still reach: of the model and the loss, not what lies between."""
@@ -166,5 +157,4 @@ class _View:
         if decision == "recompute":
             times = self.again[key]
             return f"rerun costs {price}{f' × {times}' if times > 1 else ''}, frees {format_bytes(nbytes)}"
-        reason = f"recomputing costs {price} per {format_bytes(nbytes)}"
-        return f"{reason}; reruns start here" if key in self.read_again else reason
+        return f"recompute costs {price} per {format_bytes(nbytes)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -86,7 +87,7 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
     resident = {k: int(v) for k, v in asdict(graph.resident).items()}
     return Summary(
         model=graph.model,
-        batch=graph.batch.removesuffix(" *"),
+        batch=batch_text(graph.batch),
         device=graph.device,
         versions=dict(graph.versions),
         budget=plan.budget,
@@ -112,6 +113,12 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
         },
         solver=dict(plan.solver),
     )
+
+
+def batch_text(signature: str) -> str:
+    """The tensors of a batch's signature, as ``int64[2, 128]``, without the containers around them."""
+    tensors = re.findall(r"\(([\d, ]*?),?\)(\w+)", signature)
+    return ", ".join(f"{dtype}[{shape}]" for shape, dtype in tensors) or signature
 
 
 def _forward_ops(region: Region) -> int:

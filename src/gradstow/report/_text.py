@@ -13,7 +13,7 @@ from gradstow.report._summary import Summary, summarize
 
 WIDTH = 120
 # bytes, ×n, decision, op, shape, module: the reason gets what is left
-_COLUMNS = (10, 4, 9, 17, 27, 20)
+_COLUMNS = (10, 4, 9, 16, 20, 19)
 _DTYPES = {
     "float16": "f16",
     "float32": "f32",
@@ -94,7 +94,7 @@ class _Line:
 
     def cells(self) -> tuple[str, ...]:
         row = self.rows[0]
-        shape = f"{_DTYPES.get(row.dtype, row.dtype)}[{', '.join(map(str, row.shape))}]"
+        shape = f"{_DTYPES.get(row.dtype, row.dtype)}[{','.join(map(str, row.shape))}]"
         times = f"×{len(self.rows)}" if len(self.rows) > 1 else ""
         where = common_path([r.module for r in self.rows]) or row.source
         return format_bytes(row.nbytes), times, row.decision, row.op, shape, where
@@ -133,10 +133,11 @@ def _reason(line: _Line) -> str:
     return line.rows[0].reason
 
 
-def _line(cells: tuple[str, ...], reason: str) -> str:
-    fitted = [
-        _fit(cell, width, right=i < 1) for i, (cell, width) in enumerate(zip(cells, _COLUMNS, strict=True))
-    ]
+def _render(cells: tuple[str, ...], reason: str) -> str:
+    fitted = [_cut(cell, width).ljust(width) for cell, width in zip(cells, _COLUMNS, strict=True)]
+    fitted[0] = fitted[0].strip().rjust(_COLUMNS[0])
+    if len(cells[-1]) > _COLUMNS[-1]:  # the end of a module's path says more than its beginning
+        fitted[-1] = "…" + cells[-1][1 - _COLUMNS[-1] :]
     left = " ".join(fitted)
     return f"{left} {_cut(reason, WIDTH - len(left) - 1)}".rstrip()
 

@@ -1,0 +1,64 @@
+"""The commands as one typer application, and the way from exceptions to exit codes."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from gradstow._errors import BudgetError, GradstowError, PolicyError, StalePlan
+from gradstow.cli._input import InputError
+from gradstow.cli.demo import demo
+from gradstow.cli.plan import plan
+from gradstow.cli.verify import verify
+
+_BAD_INPUT = (BudgetError, PolicyError, StalePlan, InputError)
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="gradstow",
+    help="Train a PyTorch model inside a memory budget: the same numbers in less memory.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(demo)
+app.command()(plan)
+app.command()(verify)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        import gradstow
+
+        print(gradstow.__version__)
+        raise typer.Exit
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; what users can cause becomes a line on stderr, never a traceback."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=arguments, prog_name="gradstow", standalone_mode=False)
+    except GradstowError as error:
+        complain(str(error))
+        return 2 if isinstance(error, _BAD_INPUT) else 1
+    except (KeyboardInterrupt, typer.Abort):
+        complain("interrupted")
+        return _INTERRUPTED
+    except Exception as error:
+        # click's usage errors; typer carries a click of its own or uses the installed one
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        complain(f"{format_message()} Run gradstow --help." if arguments else "")
+        return int(getattr(error, "exit_code", 2))
+    return result if isinstance(result, int) else 0
+
+
+def complain(message: str) -> None:
+    """One line on stderr, however the message was wrapped."""
+    if message:
+        print(f"gradstow: {' '.join(message.split())}", file=sys.stderr)

@@ -1,0 +1,45 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradstow.cli._input import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+Text = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="torchvision:NAME, timm:NAME, transformers:NAME or path/to/file.py:make. "
+        "Options of the model follow its name: transformers:gpt2,n_layer=4.",
+        show_default=False,
+    ),
+]
+Batch = Annotated[
+    int | None, typer.Option("--batch", help="Examples in the batch; needed except for file.py:make.")
+]
+Seq = Annotated[int, typer.Option("--seq", help="Tokens of a text model's example.")]
+Attn = Annotated[str | None, typer.Option("--attn", help="transformers' attention: eager or sdpa.")]
+Image = Annotated[int | None, typer.Option("--image", help="Width and height of an image.")]
+Optimizer = Annotated[
+    str, typer.Option("--optimizer", help="Whose state and working memory count: none, sgd or adamw.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def make_optimizer(name: str, model: torch.nn.Module) -> Any:
+    """The optimizer that an option names; None for "none"."""
+    import torch  # here, so that --help does not wait for it
+
+    if name == "none":
+        return None
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    raise InputError(f"there is no optimizer {name!r}. Choose none, sgd or adamw.")

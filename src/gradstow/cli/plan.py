@@ -1,0 +1,56 @@
+"""``gradstow plan``: plan a target's training step under a budget and show the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradstow._units import parse_budget
+from gradstow.cli._input import InputError
+from gradstow.cli._options import AsJson, Attn, Batch, Image, Optimizer, Seq, Text, make_optimizer
+from gradstow.cli._output import Meter, results
+
+
+def plan(
+    target: Text,
+    batch: Batch = None,
+    budget: Annotated[str, typer.Option(help='"6GiB", "60%" of plain\'s step peak, or "auto".')] = "100%",
+    policy: Annotated[str | None, typer.Option(help="auto, store-all, recompute-all or sqrt.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    seq: Seq = 256,
+    attn: Attn = None,
+    image: Image = None,
+    optimizer: Optimizer = "none",
+    everything: Annotated[bool, typer.Option("--all", help="Show every value in the table.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a training step under a budget: what is stored, what is recomputed, and why."""
+    import gradstow as gs
+    from gradstow.cli._targets import build_target
+    from gradstow.report import plan_json, plan_text
+
+    with results(as_json) as emit:
+        parse_budget(budget)  # before anything takes time
+        if out is not None and not out.absolute().parent.is_dir():
+            raise InputError(f"the plan cannot be written to {out}: its folder does not exist.")
+        made = build_target(target, batch, seq=seq, attn=attn, image=image)
+        with Meter() as meter:
+            meter("planning", 0, 0)
+            found = gs.plan(
+                made.model,
+                made.batch,
+                loss=made.loss,
+                optimizer=make_optimizer(optimizer, made.model),
+                budget=budget,
+                policy=policy,
+                progress=meter,
+            )
+        data = {"target": made.name, **plan_json(found)}
+        text = plan_text(found, limit=None, free=True) if everything else plan_text(found)
+        if out is not None:
+            found.save(out)
+            data["file"] = str(out)
+            text += f"\nThe plan is in {out}: gs.stow(model, plan=gs.Plan.load({str(out)!r}))"
+        emit(text, data)
