@@ -41,7 +41,7 @@ class Budget:
             return "auto"
         if self.percent is not None:
             return f"{self.percent:g}%"
-        return format_bytes(self.total_bytes or 0)
+        return f"{self.total_bytes} B"
 
 
 def parse_budget(value: object) -> Budget:

@@ -73,7 +73,8 @@ def _rehearse(
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
     with fakes.mode:
         compiled = recorder.compile(fresh_function(_call_forward))
-        output = step.call(_Rehearsed(compiled, twin), inputs)
+        rehearsed = _Rehearsed(compiled, twin)
+        output = step.call(rehearsed, inputs)
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
     if not any(r.ran_backward for r in recorder.order):
@@ -93,7 +94,7 @@ def _rehearse(
         optimizer_peak_bytes=optimizer[1],
         grads_exist=any(p.grad is not None for p in model.parameters()),
         outputs_held=step.outputs_held,
-        batch=batch_signature(step.inputs),
+        batch=rehearsed.called_with,
         model=type(model).__qualname__,
         breaks=tuple(breaks),
         versions={"torch": torch.__version__},
@@ -105,8 +106,10 @@ class _Rehearsed:
 
     def __init__(self, compiled: Callable[..., Any], twin: torch.nn.Module) -> None:
         self._compiled, self._twin = compiled, twin
+        self.called_with = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called_with = self.called_with or batch_signature((args, kwargs))
         return self._compiled(self._twin, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:

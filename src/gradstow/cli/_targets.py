@@ -112,9 +112,12 @@ def _library(name: str, extra: str) -> Any:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
+    return InputError(f"{kind} has no model {name!r}.{_close(name, known)}")
+
+
+def _close(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), 3, 0.5)
-    hint = f" Close: {', '.join(near)}." if near else ""
-    return InputError(f"{kind} has no model {name!r}.{hint}")
+    return f" Close: {', '.join(near)}." if near else ""
 
 
 def construct(text: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
@@ -200,10 +203,9 @@ def _load(path: Path, function: str) -> Callable[..., Any]:
     _in_user_code(path, "its import", lambda: loader.exec_module(module))
     found = getattr(module, function, None)
     if not callable(found):
-        near = difflib.get_close_matches(function, [n for n, v in vars(module).items() if callable(v)], 3, 0.5)
-        hint = f" Close: {', '.join(near)}." if near else ""
-        raise InputError(f"{path} has no function {function!r}.{hint}")
-    return found  # type: ignore[no-any-return]
+        known = (name for name, item in vars(module).items() if callable(item))
+        raise InputError(f"{path} has no function {function!r}.{_close(function, known)}")
+    return found
 
 
 def _in_user_code(path: Path, what: str, call: Callable[[], Any]) -> Any:

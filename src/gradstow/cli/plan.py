@@ -9,15 +9,26 @@ import typer
 
 from gradstow._units import parse_budget
 from gradstow.cli._input import InputError
-from gradstow.cli._options import AsJson, Attn, Batch, Image, Optimizer, Seq, Text, make_optimizer
+from gradstow.cli._options import (
+    AsJson,
+    Attn,
+    Batch,
+    Budget,
+    Image,
+    Optimizer,
+    Policy,
+    Seq,
+    Text,
+    make_optimizer,
+)
 from gradstow.cli._output import Meter, results
 
 
 def plan(
     target: Text,
     batch: Batch = None,
-    budget: Annotated[str, typer.Option(help='"6GiB", "60%" of plain\'s step peak, or "auto".')] = "100%",
-    policy: Annotated[str | None, typer.Option(help="auto, store-all, recompute-all or sqrt.")] = None,
+    budget: Budget = None,
+    policy: Policy = "auto",
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     seq: Seq = 256,
     attn: Attn = None,
@@ -32,7 +43,8 @@ def plan(
     from gradstow.report import plan_json, plan_text
 
     with results(as_json) as emit:
-        parse_budget(budget)  # before anything takes time
+        if budget is not None:
+            parse_budget(budget)  # before anything takes time
         if out is not None and not out.absolute().parent.is_dir():
             raise InputError(f"the plan cannot be written to {out}: its folder does not exist.")
         made = build_target(target, batch, seq=seq, attn=attn, image=image)

@@ -9,14 +9,26 @@ import typer
 
 from gradstow._units import parse_budget
 from gradstow.cli._input import InputError
-from gradstow.cli._options import AsJson, Attn, Batch, Image, Optimizer, Seq, Text, make_optimizer
+from gradstow.cli._options import (
+    AsJson,
+    Attn,
+    Batch,
+    Budget,
+    Image,
+    Optimizer,
+    Policy,
+    Seq,
+    Text,
+    make_optimizer,
+)
 from gradstow.cli._output import Meter, results
 
 
 def verify(
     target: Text,
     batch: Batch = None,
-    budget: Annotated[str | None, typer.Option(help='"6GiB", "60%" of plain\'s step peak, or "auto".')] = None,
+    budget: Budget = None,
+    policy: Policy = "auto",
     plan: Annotated[Path | None, typer.Option(help="A plan file, instead of a budget.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
     seq: Seq = 256,
@@ -47,8 +59,9 @@ def verify(
                 optimizer=make_optimizer(optimizer, made.model),
                 budget=budget,
                 plan=loaded,
+                policy=policy,
                 steps=steps,
                 progress=meter,
             )
         emit(str(proof), {"target": made.name, **proof.to_json()})
-    return 0 if proof.equal and proof.within_budget else 1
+    return 0 if proof.ok else 1

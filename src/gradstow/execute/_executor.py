@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gradstow._errors import CaptureError, GradstowError
+from gradstow._errors import CaptureError, StalePlan
 from gradstow.capture import aot, compile_settings, compiled_nodes, copy_graph, fingerprint, fresh_function
 from gradstow.execute._eager import generate
 from gradstow.execute._program import RegionProgram
@@ -30,7 +30,6 @@ _DOUBLE = (
 class _Watched:
     tensor: weakref.ref[torch.Tensor]
     version: int
-    name: str
 
 
 class Executor:
@@ -38,20 +37,19 @@ class Executor:
 
     Args:
         graph, schedule: the plan.
-        names: storage address → name, for the messages about tensors.
-        unknown: asked for (region, schedule) when a graph turns up that was not planned.
+        name_of: names a tensor, for the messages.
+
+    Raises (when called):
+        StalePlan: a graph turns up that was not planned.
+        CaptureError: double backward.
     """
 
     def __init__(
-        self,
-        graph: StepGraph,
-        schedule: Schedule,
-        name_of: Callable[[torch.Tensor], str],
-        unknown: Callable[[fx.GraphModule, int], tuple[Region, RegionSchedule]],
+        self, graph: StepGraph, schedule: Schedule, name_of: Callable[[torch.Tensor], str]
     ) -> None:
         self.graph, self.schedule = graph, schedule
         self.programs: list[RegionProgram] = []
-        self._name_of, self._unknown = name_of, unknown
+        self._name_of = name_of
         self._call = torch.compile(fresh_function(_call_module), backend=self._backend, dynamic=False)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -89,7 +87,12 @@ class Executor:
         for region, schedule in zip(self.graph.regions, self.schedule.regions, strict=True):
             if region.managed and region.fingerprint == found:
                 return region, schedule
-        return self._unknown(raw, num_forward_outputs)
+        planned = ", ".join(r.fingerprint for r in self.graph.regions if r.managed)
+        raise StalePlan(
+            f"the graph that runs ({found}) is none of the planned ones ({planned}): the model, its train/eval "
+            "flags, its hooks, the batch or torch changed since planning. The model is plain again; plan anew "
+            "with gs.plan or gs.stow."
+        )
 
     def _guard(self, program: RegionProgram, args: tuple[Any, ...], outputs: Any) -> None:
         """Let absent gradients be None, refuse double backward and changed tensors by name."""
@@ -98,22 +101,24 @@ class Executor:
             if "gradstow_guarded" in node.metadata:
                 continue
             if watched is None:
-                watched = self._watch(args)
+                watched = self._watch(program, args)
             node.metadata["gradstow_guarded"] = True
             node.set_materialize_grads(False)
-            node.register_prehook(_Prehook(watched))
+            node.register_prehook(_Prehook(watched, self._name_of))
 
-    def _watch(self, args: tuple[Any, ...]) -> list[_Watched]:
+    def _watch(self, program: RegionProgram, args: tuple[Any, ...]) -> list[_Watched]:
         return [
-            _Watched(weakref.ref(a), a._version, self._name_of(a)) for a in args if isinstance(a, torch.Tensor)
+            _Watched(weakref.ref(args[i]), args[i]._version)
+            for i in program.saved_inputs
+            if isinstance(args[i], torch.Tensor)
         ]
 
 
 class _Prehook:
     """Runs before a region's backward."""
 
-    def __init__(self, watched: list[_Watched]) -> None:
-        self.watched = watched
+    def __init__(self, watched: list[_Watched], name_of: Callable[[torch.Tensor], str]) -> None:
+        self.watched, self.name_of = watched, name_of
 
     def __call__(self, _gradients: Any) -> None:
         if torch.is_grad_enabled():
@@ -121,7 +126,8 @@ class _Prehook:
         for item in self.watched:
             tensor = item.tensor()
             if tensor is not None and tensor._version != item.version:
-                raise RuntimeError(_CHANGED.format(name=item.name, now=tensor._version, then=item.version))
+                name = self.name_of(tensor)
+                raise RuntimeError(_CHANGED.format(name=name, now=tensor._version, then=item.version))
 
 
 def _boxed_backward(program: RegionProgram) -> Callable[[list[Any]], Any]:
@@ -154,4 +160,8 @@ def _call_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-__all__ = ["Executor", "GradstowError"]
+def inner_error(error: BaseException) -> BaseException:
+    """What really went wrong, where Dynamo wrapped it."""
+    while isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        error = error.inner_exception
+    return error

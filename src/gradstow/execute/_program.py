@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from gradstow._errors import CaptureError, StalePlan
+from gradstow._errors import CaptureError
 from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
 from gradstow.ir import Region, RegionSchedule, StorageKind, just_in_time
@@ -41,6 +41,8 @@ class RegionProgram:
         self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
         self._backwards[self.planned] = self.generate(self.lowered.backward, self.lowered.backward_victims)
         self.unplanned_runs = 0
+        inputs = [n.name for n in self.raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        self.saved_inputs = [i for i, name in enumerate(inputs) if name in self.lowered.saved]
 
     def run_backward(self, args: list[Any]) -> Any:
         """Gradients from saved tensors and tangents; tangents may be None."""
@@ -107,16 +109,3 @@ def _role(region: Region, value: int) -> InputRole:
         origin=storage.origin,
         accumulates=region.accumulated[position] if position < len(region.accumulated) else False,
     )
-
-
-def check_same(region: Region, joint: fx.GraphModule, found: str) -> None:
-    """Refuse to run a graph with the plan of another.
-
-    Raises:
-        StalePlan: the structural hashes differ.
-    """
-    if region.fingerprint != found:
-        raise StalePlan(
-            f"the captured graph {found} is not the planned {region.fingerprint}: the model, the batch's "
-            "shapes, the train/eval flags or torch changed since planning. Plan again with gs.plan."
-        )

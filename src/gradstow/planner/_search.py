@@ -11,7 +11,7 @@ from gradstow.planner._problem import Problem
 
 Progress = Callable[[int, int], None]
 
-_ROUNDS = 14
+_ROUNDS = 10
 _MOMENTS_PER_ROUND = 4
 
 
@@ -25,7 +25,7 @@ class Found:
 
 
 def search(
-    problem: Problem, knapsack: Knapsack, budget: int, *, seconds: float = 10.0, gap: float = 0.005
+    problem: Problem, knapsack: Knapsack, budget: int, *, seconds: float = 4.0, gap: float = 0.005
 ) -> Found:
     """The cheapest kept set whose followed peak is at or under ``budget`` step bytes; ``outcome`` None if none."""
     moments: dict[int, int] = {}

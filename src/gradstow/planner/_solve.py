@@ -87,7 +87,8 @@ def _decide(
     for attempt in range(_ATTEMPTS):
         found = search(problem, knapsack, target)
         if found.outcome is None:
-            break
+            target -= step_budget // 33  # near the minimum, aiming lower sometimes lands where aiming well did not
+            continue
         kept = _by_region(problem, found.outcome.kept)
         over = replay(graph, _events(graph, kept, reuse=True), costs).peak_bytes - step_budget
         if over <= 0:

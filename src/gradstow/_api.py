@@ -1,0 +1,160 @@
+"""The public functions. This file and its neighbours ``_stow`` and ``_verify`` alone chain the rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from gradstow._errors import CaptureError
+from gradstow._plan import Plan
+from gradstow._stow import Progress, plain, plan_step, stow_model, unstow_model
+from gradstow._units import parse_budget
+from gradstow._verify import Verification, verify_plan
+from gradstow.capture import Step
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+Loss = Callable[[Any, Any], torch.Tensor]
+Forward = Callable[[torch.nn.Module, Any], Any]
+
+
+def stow(
+    model: Model,
+    budget: int | str | None = None,
+    *,
+    plan: Plan | None = None,
+    policy: str = "auto",
+    optimizer: torch.optim.Optimizer | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Train ``model`` inside a memory budget, with plain PyTorch's own numbers.
+
+    Returns the same module object, with the same type and state_dict keys. The first training forward
+    rehearses the step on fake tensors, plans it and refuses a budget that cannot be met before any real op
+    has run; in eval mode and under ``no_grad`` the model runs as plain PyTorch. A copy or a pickle of a stowed
+    model is a plain model.
+
+    Args:
+        budget: all live bytes of training on the model's device: ``int`` bytes, ``"6GiB"``, ``"60%"`` of plain
+            PyTorch's step peak, or ``"auto"`` for nine tenths of the free memory.
+        plan: a plan made by ``gs.plan``, instead of a budget.
+        policy: ``"auto"``, ``"store-all"``, ``"recompute-all"`` or ``"sqrt"``.
+        optimizer: counts the optimizer's state and its step as well.
+        progress: called with (stage, done, total) while planning.
+
+    Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
+    the backward; where the loss is computed outside of the model, twice the outputs are reserved for it.
+
+    Raises:
+        BudgetError, BudgetTooSmall, CaptureError, StalePlan, PolicyError: here or at the first forward; after
+            any of them the model runs as plain PyTorch.
+    """
+    stow_model(model, budget, plan, policy, optimizer, progress)
+    return model
+
+
+def unstow(model: Model) -> Model:
+    """Undo ``stow``: the model runs as plain PyTorch again.
+
+    Raises:
+        GradstowError: the model is not stowed.
+    """
+    unstow_model(model)
+    return model
+
+
+def plan(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    budget: int | str | None = None,
+    policy: str = "auto",
+    forward: Forward | None = None,
+    keep_output: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan one training step without running it: fake tensors only, plus the timing of one op at a time.
+
+    Args:
+        batch: what a loader yields: the model is called as ``model(**batch)`` for a mapping,
+            ``model(batch[0])`` for an (input, target) pair, ``model(batch)`` otherwise.
+        loss: ``loss(output, batch)``; None where the output is the loss or has a ``.loss``.
+        optimizer: adds its state to what is resident and its step to the timeline.
+        budget: as for ``stow``; None plans without a limit.
+        policy: as for ``stow``.
+        forward: ``forward(model, batch)`` in place of the rule for calling the model.
+        keep_output: whether your loop still holds the model's output while the backward runs.
+        progress: called with (stage, done, total).
+
+    Returns:
+        A plan: print it, save it, hand it to ``stow(model, plan=plan)``.
+
+    Raises:
+        BudgetError, BudgetTooSmall, CaptureError, PolicyError.
+    """
+    wanted = parse_budget(budget) if budget is not None else None
+    step = make_step(model, batch, loss, optimizer, forward, keep_output)
+    return plan_step(model, step, wanted, policy, progress)
+
+
+def verify(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    policy: str = "auto",
+    steps: int = 3,
+    forward: Forward | None = None,
+    rounds: int = 5,
+    progress: Progress | None = None,
+) -> Verification:
+    """Prove on copies that the planned step equals plain PyTorch, and measure both.
+
+    Runs ``steps`` optimizer steps plain twice and planned once, and compares losses, gradients, buffers,
+    parameters and RNG states bit for bit; then measures the step peaks and ``rounds`` interleaved times.
+
+    Args: as for ``plan``; ``optimizer`` None uses SGD with momentum on the copies.
+
+    Memory: about three copies of the model and its optimizer, and one plain step at a time.
+
+    Raises:
+        BudgetError, BudgetTooSmall, CaptureError, StalePlan, PolicyError.
+    """
+    made = plan
+    if made is None:
+        wanted = parse_budget(budget) if budget is not None else None
+        step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
+        made = plan_step(model, step, wanted, policy, progress)
+    call = forward or _default_forward(batch)
+    return verify_plan(model, batch, call, loss, optimizer, made, steps, rounds, progress)
+
+
+def make_step(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    forward: Forward | None,
+    keep_output: bool,
+) -> Step:
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
+    call = forward or _default_forward(batch)
+    return Step(call, batch, batch, loss, optimizer, keep_output)
+
+
+def _default_forward(batch: Any) -> Forward:
+    if isinstance(batch, Mapping):
+        return lambda model, item: model(**item)
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return lambda model, item: model(item[0])
+    return lambda model, item: model(item)
+
+
+__all__ = ["Verification", "plain", "plan", "stow", "unstow", "verify"]

@@ -1,0 +1,269 @@
+"""``verify``: the user's proof that the planned step gives plain PyTorch's numbers within its budget."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstow._errors import GradstowError
+from gradstow._plan import Plan
+from gradstow._stow import Progress, is_stowed, stow_model, unstow_model
+from gradstow._units import format_bytes, parse_budget
+from gradstow.capture import check_loss, find_loss
+from gradstow.cost import measure_peak
+
+Call = Callable[[torch.nn.Module, Any], Any]
+Loss = Callable[[Any, Any], torch.Tensor]
+
+_SEED = 20260
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify`` found.
+
+    Attributes:
+        equal: every compared tensor is equal to plain PyTorch's, bit for bit.
+        inconclusive: plain PyTorch differs from itself, so nothing can be said.
+        differences: names of what differs, in order of appearance.
+        compared: how many tensors were compared.
+        plain_peak_bytes, measured_peak_bytes, predicted_peak_bytes: step peaks (above what is resident).
+        budget_bytes: the budget for the step, or None where the plan has no limit.
+        time_ratio: median of planned time / plain time over interleaved rounds.
+        time_ratio_interval: its 95 % bootstrap interval.
+        rerun_ops: ops that run again in the backward.
+        plan: the plan that was verified.
+    """
+
+    equal: bool
+    inconclusive: bool
+    differences: tuple[str, ...]
+    compared: int
+    plain_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_peak_bytes: int
+    budget_bytes: int | None
+    time_ratio: float
+    time_ratio_interval: tuple[float, float]
+    rerun_ops: int
+    plan: Plan
+
+    @property
+    def within_budget(self) -> bool:
+        return self.budget_bytes is None or self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def ok(self) -> bool:
+        """Equal, conclusive and within the budget."""
+        return self.equal and not self.inconclusive and self.within_budget
+
+    def to_json(self) -> dict[str, Any]:
+        names = [n for n in self.__dataclass_fields__ if n != "plan"]
+        return {name: getattr(self, name) for name in names} | {
+            "within_budget": self.within_budget,
+            "ok": self.ok,
+            "budget": self.plan.budget,
+            "model": self.plan.graph.model,
+            "torch": torch.__version__,
+        }
+
+    def __str__(self) -> str:
+        low, high = self.time_ratio_interval
+        if self.inconclusive:
+            verdict = "inconclusive: plain PyTorch differs from itself"
+        else:
+            verdict = "equal to plain PyTorch" if self.equal else "DIFFERENT from plain PyTorch"
+        budget = "no limit" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        lines = [
+            f"{self.plan.graph.model}: {verdict} ({self.compared} tensors compared, bit for bit)",
+            f"step peak   plain {format_bytes(self.plain_peak_bytes)}, planned {format_bytes(self.measured_peak_bytes)}"
+            f" (predicted {format_bytes(self.predicted_peak_bytes)}), budget {budget}: "
+            + ("within" if self.within_budget else "OVER"),
+            f"time ratio  {self.time_ratio:.3f} (95 % interval {low:.3f} to {high:.3f}), {self.rerun_ops} ops rerun",
+        ]
+        lines += [f"differs: {name}" for name in self.differences[:10]]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Trainee:
+    """One copy of the model with its optimizer and a way to run a step."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    call: Call
+    loss: Loss | None
+    batch: Any
+
+    def step(self) -> torch.Tensor:
+        """zero_grad, forward, loss, backward; the output is dropped before the backward."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._loss()
+        loss.backward()
+        return loss.detach()
+
+    def _loss(self) -> torch.Tensor:
+        output = self.call(self.model, self.batch)
+        loss = find_loss(output) if self.loss is None else self.loss(output, self.batch)
+        check_loss(loss)
+        assert loss is not None
+        return loss
+
+    def train(self, steps: int, progress: Callable[[int], None]) -> list[tuple[str, str]]:
+        """(name, digest) of everything that must be equal, in order."""
+        found: list[tuple[str, str]] = []
+        for number in range(steps):
+            torch.manual_seed(_SEED + number)
+            loss = self.step()
+            found.append((f"loss of step {number}", digest(loss)))
+            for name, parameter in self.model.named_parameters():
+                found.append((f"gradient of {name} in step {number}", digest(parameter.grad)))
+            for name, buffer in self.model.named_buffers():
+                found.append((f"buffer {name} after step {number}", digest(buffer)))
+            found.append((f"RNG state after step {number}", _rng_digest()))
+            self.optimizer.step()
+            progress(number + 1)
+        for name, parameter in self.model.named_parameters():
+            found.append((f"parameter {name} after {steps} steps", digest(parameter)))
+        return found
+
+
+def verify_plan(
+    model: torch.nn.Module,
+    batch: Any,
+    call: Call,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan,
+    steps: int,
+    rounds: int,
+    progress: Progress | None,
+) -> Verification:
+    """See ``gs.verify``."""
+    if steps < 1 or rounds < 1:
+        raise GradstowError(f"verify needs at least one step and one round, not steps={steps}, rounds={rounds}.")
+    say = progress or (lambda _stage, _done, _total: None)
+
+    def trainee() -> _Trainee:
+        twin, its_optimizer = copy.deepcopy((model, optimizer))
+        twin.train()
+        if its_optimizer is None:
+            its_optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+        return _Trainee(twin, its_optimizer, call, loss, batch)
+
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        plain = trainee()
+        expected = plain.train(steps, lambda n: say("plain", n, 3 * steps))
+        again = trainee().train(steps, lambda n: say("plain again", steps + n, 3 * steps))
+        planned = trainee()
+        stow_model(planned.model, None, plan, "auto", None, None)
+        got = planned.train(steps, lambda n: say("planned", 2 * steps + n, 3 * steps))
+        differences = compare(expected, got)
+        peaks = [_step_peak(t, plan.graph.device) for t in (plain, planned)]
+        ratios = _ratios(plain, planned, rounds, lambda n: say("time", n, rounds))
+        if is_stowed(planned.model):
+            unstow_model(planned.model)
+    return Verification(
+        equal=not differences,
+        inconclusive=bool(compare(expected, again)),
+        differences=differences,
+        compared=len(got),
+        plain_peak_bytes=peaks[0],
+        measured_peak_bytes=peaks[1],
+        predicted_peak_bytes=plan.predicted_step_peak_bytes,
+        budget_bytes=step_budget_of(plan),
+        time_ratio=statistics.median(ratios),
+        time_ratio_interval=median_interval(ratios),
+        rerun_ops=plan.rerun_ops,
+        plan=plan,
+    )
+
+
+def step_budget_of(plan: Plan) -> int | None:
+    """The plan's budget as bytes for the step, above what is resident."""
+    if not plan.budget:
+        return None
+    budget = parse_budget(plan.budget)
+    if budget.percent is not None:
+        return int(budget.percent / 100 * plan.plain_step_peak_bytes)
+    return None if budget.total_bytes is None else budget.total_bytes - plan.resident_bytes
+
+
+def compare(expected: list[tuple[str, str]], got: list[tuple[str, str]]) -> tuple[str, ...]:
+    """Names of what differs; comparing nothing, or only absent tensors, is a difference in itself."""
+    if not expected or all(value == "None" for _, value in expected):
+        return ("nothing was compared",)
+    if [name for name, _ in expected] != [name for name, _ in got]:
+        return ("the compared names differ",)
+    return tuple(name for (name, a), (_, b) in zip(expected, got, strict=True) if a != b)
+
+
+def digest(tensor: torch.Tensor | None) -> str:
+    """Text that is equal exactly where ``torch.equal`` is, with NaN equal to NaN and None to None."""
+    if tensor is None:
+        return "None"
+    value = tensor.detach()
+    if value.layout is not torch.strided:
+        value = value.to_dense()
+    value = value.cpu()
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    if value.is_floating_point():
+        value = torch.where(value.isnan(), torch.full_like(value, float("nan")), value + 0.0)
+    raw = value.contiguous().view(-1).view(torch.uint8).numpy()
+    kind = f"{tuple(tensor.shape)} {tensor.dtype}"
+    return hashlib.blake2b(raw.tobytes() + kind.encode(), digest_size=16).hexdigest()
+
+
+def _rng_digest() -> str:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return " ".join(digest(s) for s in states)
+
+
+def _step_peak(trainee: _Trainee, device: str) -> int:
+    trainee.optimizer.zero_grad(set_to_none=True)
+    with measure_peak(device) as memory:
+        trainee.step()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    return memory.peak_bytes
+
+
+def _ratios(plain: _Trainee, planned: _Trainee, rounds: int, progress: Callable[[int], None]) -> list[float]:
+    ratios = []
+    for number in range(rounds):
+        order = (plain, planned) if number % 2 == 0 else (planned, plain)
+        seconds = {id(t): _seconds(t) for t in order}
+        ratios.append(seconds[id(planned)] / seconds[id(plain)])
+        progress(number + 1)
+    return ratios
+
+
+def _seconds(trainee: _Trainee) -> float:
+    _wait()
+    start = time.perf_counter()
+    trainee.step()
+    _wait()
+    return time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def median_interval(samples: list[float]) -> tuple[float, float]:
+    """95 % bootstrap interval of the median; the same samples give the same interval."""
+    draws = np.random.default_rng(0).choice(np.asarray(samples), size=(2000, len(samples)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return float(low), float(high)
