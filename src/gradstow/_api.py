@@ -11,7 +11,7 @@ from gradstow._errors import CaptureError
 from gradstow._plan import Plan
 from gradstow._stow import Progress, plain, plan_step, stow_model, unstow_model
 from gradstow._units import parse_budget
-from gradstow._verify import Verification, verify_plan
+from gradstow._verify import Proof, Verification
 from gradstow.capture import Step
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -132,7 +132,7 @@ def verify(
         step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
         made = plan_step(model, step, wanted, policy, progress)
     call = forward or _default_forward(batch)
-    return verify_plan(model, batch, call, loss, optimizer, made, steps, rounds, progress)
+    return Proof(model, batch, call, loss, optimizer, steps, progress).check(made, rounds)
 
 
 def make_step(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,56 +137,79 @@ class _Trainee:
         return found
 
 
-def verify_plan(
-    model: torch.nn.Module,
-    batch: Any,
-    call: Call,
-    loss: Loss | None,
-    optimizer: torch.optim.Optimizer | None,
-    plan: Plan,
-    steps: int,
-    rounds: int,
-    progress: Progress | None,
-) -> Verification:
-    """See ``gs.verify``."""
-    if steps < 1 or rounds < 1:
-        raise GradstowError(f"verify needs at least one step and one round, not steps={steps}, rounds={rounds}.")
-    say = progress or (lambda _stage, _done, _total: None)
+class Proof:
+    """Plain PyTorch's numbers for a few steps, to hold any number of plans against.
 
-    def trainee() -> _Trainee:
-        twin, its_optimizer = copy.deepcopy((model, optimizer))
+    ``expected`` and ``again`` are two plain runs; they differ only where the model is not deterministic.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        call: Call,
+        loss: Loss | None,
+        optimizer: torch.optim.Optimizer | None,
+        steps: int = 3,
+        progress: Progress | None = None,
+    ) -> None:
+        if steps < 1:
+            raise GradstowError(f"verify needs at least one step, not steps={steps}.")
+        self.model, self.batch, self.call, self.loss, self.optimizer = model, batch, call, loss, optimizer
+        self.steps = steps
+        self.say = progress or (lambda _stage, _done, _total: None)
+        with same_rng():
+            self.plain = self.trainee()
+            self.expected = self.plain.train(steps, lambda n: self.say("plain", n, steps))
+            self.again = self.trainee().train(steps, lambda n: self.say("plain again", n, steps))
+        self.plain_peak_bytes = -1
+
+    def trainee(self) -> _Trainee:
+        """A fresh copy of the model with a fresh copy of the optimizer."""
+        twin, optimizer = copy.deepcopy((self.model, self.optimizer))
         twin.train()
-        if its_optimizer is None:
-            its_optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
-        return _Trainee(twin, its_optimizer, call, loss, batch)
+        if optimizer is None:
+            trainable = [p for p in twin.parameters() if p.requires_grad]
+            optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
+        return _Trainee(twin, optimizer, self.call, self.loss, self.batch)
 
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        plain = trainee()
-        expected = plain.train(steps, lambda n: say("plain", n, 3 * steps))
-        again = trainee().train(steps, lambda n: say("plain again", steps + n, 3 * steps))
-        planned = trainee()
-        stow_model(planned.model, None, plan, "auto", None, None)
-        got = planned.train(steps, lambda n: say("planned", 2 * steps + n, 3 * steps))
-        differences = compare(expected, got)
-        peaks = [_step_peak(t, plan.graph.device) for t in (plain, planned)]
-        ratios = _ratios(plain, planned, rounds, lambda n: say("time", n, rounds))
+    def check(self, plan: Plan, rounds: int = 5) -> Verification:
+        """Run the plan for the same steps, compare, measure both peaks and the time ratio."""
+        if rounds < 1:
+            raise GradstowError(f"verify needs at least one round of timing, not rounds={rounds}.")
+        with same_rng():
+            planned = self.trainee()
+            stow_model(planned.model, None, plan, "auto", None, None)
+            got = planned.train(self.steps, lambda n: self.say("planned", n, self.steps))
+            differences = compare(self.expected, got)
+            if self.plain_peak_bytes < 0:
+                self.plain_peak_bytes = step_peak(self.plain, plan.graph.device)
+            measured = step_peak(planned, plan.graph.device)
+            ratios = time_ratios(self.plain, planned, rounds, lambda n: self.say("time", n, rounds))
         if is_stowed(planned.model):
             unstow_model(planned.model)
-    return Verification(
-        equal=not differences,
-        inconclusive=bool(compare(expected, again)),
-        differences=differences,
-        compared=len(got),
-        plain_peak_bytes=peaks[0],
-        measured_peak_bytes=peaks[1],
-        predicted_peak_bytes=plan.predicted_step_peak_bytes,
-        budget_bytes=step_budget_of(plan),
-        time_ratio=statistics.median(ratios),
-        time_ratio_interval=median_interval(ratios),
-        rerun_ops=plan.rerun_ops,
-        plan=plan,
-    )
+        return Verification(
+            equal=not differences,
+            inconclusive=bool(compare(self.expected, self.again)),
+            differences=differences,
+            compared=len(got),
+            plain_peak_bytes=self.plain_peak_bytes,
+            measured_peak_bytes=measured,
+            predicted_peak_bytes=plan.predicted_step_peak_bytes,
+            budget_bytes=step_budget_of(plan),
+            time_ratio=statistics.median(ratios),
+            time_ratio_interval=median_interval(ratios),
+            rerun_ops=plan.rerun_ops,
+            plan=plan,
+        )
+
+
+@contextlib.contextmanager
+def same_rng() -> Iterator[None]:
+    """Leave torch's random streams as they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
 
 
 def step_budget_of(plan: Plan) -> int | None:
@@ -231,7 +255,7 @@ def _rng_digest() -> str:
     return " ".join(digest(s) for s in states)
 
 
-def _step_peak(trainee: _Trainee, device: str) -> int:
+def step_peak(trainee: _Trainee, device: str) -> int:
     trainee.optimizer.zero_grad(set_to_none=True)
     with measure_peak(device) as memory:
         trainee.step()
@@ -239,7 +263,7 @@ def _step_peak(trainee: _Trainee, device: str) -> int:
     return memory.peak_bytes
 
 
-def _ratios(plain: _Trainee, planned: _Trainee, rounds: int, progress: Callable[[int], None]) -> list[float]:
+def time_ratios(plain: _Trainee, planned: _Trainee, rounds: int, progress: Callable[[int], None]) -> list[float]:
     ratios = []
     for number in range(rounds):
         order = (plain, planned) if number % 2 == 0 else (planned, plain)

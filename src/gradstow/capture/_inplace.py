@@ -55,6 +55,12 @@ _GRADIENT = {
     aten.hardtanh_backward.default: (aten.hardtanh_backward.grad_input, "grad_input"),
     aten.elu_backward.default: (aten.elu_backward.grad_input, "grad_input"),
 }
+# softmax's gradient along the last, contiguous dimension: each row is summed up first and written after that.
+# Only on CPU, where the kernel works row by row.
+_ROWS = {
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+}
 
 
 def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -63,7 +69,7 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
     if not isinstance(result, torch.Tensor):
         return ()
     slots = []
-    if node.target in _FIRST or node.target in _GRADIENT:
+    if node.target in _FIRST or node.target in _GRADIENT or _is_row_wise(node, result):
         slots.append(0)
     if node.target in _SECOND and node.kwargs.get("alpha", 1) == 1:
         slots.append(1)
@@ -79,12 +85,19 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
 def overwriting_call(node: fx.Node, victim: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Target, args and kwargs that compute ``node`` into the memory of its input ``victim``."""
     args, kwargs = node.args, dict(node.kwargs)
-    if node.target in _GRADIENT:
-        target, name = _GRADIENT[node.target]
+    written = _GRADIENT.get(node.target) or _ROWS.get(node.target)
+    if written is not None:
+        target, name = written
         return target, args, {**kwargs, name: victim}
     if args[0] is victim:
         return _FIRST[node.target], args, kwargs
     return _SECOND[node.target], (args[1], args[0], *args[2:]), kwargs
+
+
+def _is_row_wise(node: fx.Node, result: torch.Tensor) -> bool:
+    if node.target not in _ROWS or result.device.type != "cpu" or not result.is_contiguous():
+        return False
+    return node.args[2] in (-1, result.dim() - 1) and node.args[3] == result.dtype
 
 
 def _same_layout(value: Any, result: torch.Tensor) -> bool:

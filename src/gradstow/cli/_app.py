@@ -19,7 +19,6 @@ app = typer.Typer(
     name="gradstow",
     help="Train a PyTorch model inside a memory budget: the same numbers in less memory.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -41,7 +40,7 @@ def run(arguments: list[str]) -> int:
     """Run one command; what users can cause becomes a line on stderr, never a traceback."""
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=arguments, prog_name="gradstow", standalone_mode=False)
+        result = command.main(args=arguments or ["--help"], prog_name="gradstow", standalone_mode=False)
     except GradstowError as error:
         complain(str(error))
         return 2 if isinstance(error, _BAD_INPUT) else 1
@@ -53,12 +52,11 @@ def run(arguments: list[str]) -> int:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        complain(f"{format_message()} Run gradstow --help." if arguments else "")
+        complain(f"{str(format_message()).rstrip('. ')}. See gradstow --help.")
         return int(getattr(error, "exit_code", 2))
     return result if isinstance(result, int) else 0
 
 
 def complain(message: str) -> None:
     """One line on stderr, however the message was wrapped."""
-    if message:
-        print(f"gradstow: {' '.join(message.split())}", file=sys.stderr)
+    print(f"gradstow: {' '.join(message.split())}", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +103,7 @@ class Cpu:
             del out
             return end - start
 
-        return _median(once)
+        return _least(once)
 
 
 class Cuda:
@@ -149,14 +148,14 @@ class Cuda:
                 del out
                 return float(start.elapsed_time(end)) * 1e-3
 
-            return _median(once)
+            return _least(once)
 
 
-def _median(once: Callable[[], float]) -> float:
-    """Median of 3 to 7 runs, as many as fit into 30 ms, after one that warms up."""
+def _least(once: Callable[[], float]) -> float:
+    """The least of 3 to 7 runs, as many as fit into 30 ms, after one that warms up."""
     first = once()
     runs = int(_SECONDS / max(first, 1e-9))
-    return statistics.median(once() for _ in range(min(max(runs, _FEWEST), _MOST)))
+    return min(once() for _ in range(min(max(runs, _FEWEST), _MOST)))
 
 
 def _run_marked(signature: str, index: int, device: torch.device) -> set[int] | None:

@@ -14,7 +14,7 @@ class OpCost:
     """Cost of one call.
 
     Attributes:
-        seconds: median wall time of the call.
+        seconds: wall time of the call, the least of a few runs (what else runs on the machine only adds).
         working_bytes: peak of the allocator while it runs, less its outputs.
         how: "measured", "extrapolated" (measured smaller, scaled up), or "unknown".
     """
