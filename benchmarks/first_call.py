@@ -1,0 +1,89 @@
+"""What planning costs: seconds of the first call, and the memory of planning a step that would not fit.
+
+    python benchmarks/first_call.py            # each figure in a fresh process, about five minutes
+
+Rows: the first training forward of ResNet-50 (batch 8) and GPT-2 (4 x 256) with and without cached op timings
+(rehearse, time ops, plan, lower), and the peak resident memory of ``gs.plan`` for ResNet-50 at batch 1024.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+OUT = Path(__file__).parent / "results" / "first_call.csv"
+JOBS = {
+    "resnet50 batch 8, first call, op timings not cached": ("stow", "torchvision:resnet50", 8),
+    "resnet50 batch 8, first call, op timings cached": ("stow", "torchvision:resnet50", 8),
+    "gpt2 4x256, first call, op timings not cached": ("stow", "transformers:gpt2", 4),
+    "gpt2 4x256, first call, op timings cached": ("stow", "transformers:gpt2", 4),
+    "resnet50 batch 1024, gs.plan at 50%": ("plan", "torchvision:resnet50", 1024),
+}
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        print(json.dumps(work(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+        return
+    with tempfile.TemporaryDirectory() as cache:
+        for name, (kind, target, batch) in JOBS.items():
+            environment = {**os.environ, "GRADSTOW_CACHE_DIR": f"{cache}/{target.rsplit(':')[-1]}"}
+            command = [sys.executable, __file__, kind, target, str(batch)]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            found = json.loads(done.stdout.strip().splitlines()[-1])
+            write({"what": name, **found, "date": datetime.date.today().isoformat()})
+
+
+def work(kind: str, target_name: str, batch: int) -> dict[str, object]:
+    import torch
+
+    import gradstow as gs
+    from gradstow.cli._targets import build_target
+
+    target = build_target(target_name, batch)
+    model, loss = target.model.train(), target.loss
+    start = time.perf_counter()
+    if kind == "plan":
+        plan = gs.plan(model, target.batch, loss=loss, budget="50%")
+        first = time.perf_counter() - start
+        found = {"first_seconds": round(first, 1), "plain_step_peak_gib": round(plan.plain_step_peak_bytes / 2**30, 2)}
+    else:
+        gs.stow(model, budget="60%")
+        first = _step(model, target.batch, start)
+        later = min(_step(model, target.batch, time.perf_counter()) for _ in range(2))
+        found = {"first_seconds": round(first, 1), "later_seconds": round(later, 2)}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {**found, "process_peak_gib": round(peak / 2**30, 2), "torch": torch.__version__}
+
+
+def _step(model: object, batch: object, start: float) -> float:
+    output = model(**batch) if isinstance(batch, dict) else model(batch[0])  # type: ignore[operator, index, arg-type]
+    loss = output.loss if hasattr(output, "loss") else output.square().mean()
+    loss.backward()
+    seconds = time.perf_counter() - start
+    model.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
+    return seconds
+
+
+def write(row: dict[str, object]) -> None:
+    fields = ["what", "first_seconds", "later_seconds", "plain_step_peak_gib", "process_peak_gib", "torch", "date"]
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    new = not OUT.exists()
+    with OUT.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fields)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(row, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

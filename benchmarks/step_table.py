@@ -1,0 +1,209 @@
+"""The table of step peaks and times: planned against plain and against a checkpoint per block.
+
+    python benchmarks/step_table.py                      # all models, about an hour on two cores
+    python benchmarks/step_table.py --models alexnet vit_b_16 --rounds 5
+    python benchmarks/step_table.py --device cuda
+
+Each planned row is proven equal over three optimizer steps (losses, gradients, buffers, parameters, RNG state),
+its peak is measured twice, by ``gs.measure_peak`` and by summing the profiler's memory events here, and its time
+is the median of interleaved ratios to plain eager with a 95 % interval. Peaks are step peaks: above what is
+resident, gradients included. Rows are appended to a CSV as they are found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import gradstow as gs
+from gradstow._stow import plan_step
+from gradstow._api import make_step
+from gradstow._units import Budget
+from gradstow._verify import Proof, median_interval, same_rng, step_peak, time_ratios
+from gradstow.cli._targets import build_target
+
+MIB = 1 << 20
+FIELDS = [
+    "model", "batch", "setting", "budget_mib", "plain_peak_mib", "measured_peak_mib", "events_peak_mib",
+    "predicted_peak_mib", "prediction_error_percent", "within_budget", "equal", "compared", "time_ratio",
+    "ratio_low", "ratio_high", "bar_ratio", "rerun_ops", "predicted_added_percent", "rounds", "device", "machine",
+    "threads", "torch", "gradstow", "python", "date",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model of the table. ``points`` are (MiB, time ratio to reach there); ``blocks`` are checkpointed."""
+
+    target: str
+    batch: int
+    points: tuple[tuple[int, float], ...]
+    blocks: tuple[str, ...]
+    attn: str | None = None
+
+
+CASES = {
+    "resnet50": Case(
+        "torchvision:resnet50", 8, ((575, 1.07), (466, 1.07), (458, 1.25), (416, 1.10), (316, 1.34)), ("Bottleneck",)
+    ),
+    "densenet121": Case("torchvision:densenet121", 4, ((255, 1.12), (249, 1.15), (222, 1.37)), ("_DenseLayer",)),
+    "vit_b_16": Case("torchvision:vit_b_16", 4, ((388, 1.21), (360, 1.03), (358, 1.25)), ("EncoderBlock",)),
+    "gpt2": Case("transformers:gpt2", 4, ((1138, 1.07), (1108, 1.18), (769, 1.22)), ("GPT2Block",), "sdpa"),
+    "alexnet": Case("torchvision:alexnet", 64, ((375, 1.35),), ("Sequential",)),
+    "gpt2-eager": Case(
+        "transformers:gpt2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0", 4, ((769, 1.1),), ("GPT2Block",), "eager"
+    ),
+}
+PERCENTS = (100, 80, 60, 45)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="*", help="settings to run, such as 466MiB or 60%%; default all")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_table.csv")
+    arguments = parser.parse_args()
+    for name in arguments.models:
+        run_case(name, CASES[name], arguments)
+
+
+def run_case(name: str, case: Case, arguments: argparse.Namespace) -> None:
+    target = build_target(case.target, case.batch, attn=case.attn)
+    model, batch = target.model.to(arguments.device), _to(target.batch, arguments.device)
+    step = make_step(model, batch, target.loss, None, None, keep_output=False)
+    whole = plan_step(model, step, None, "auto")
+    proof = Proof(model, batch, step.call, target.loss, None)
+    common = {"model": name, "batch": case.batch, **versions(arguments)}
+    settings = [(f"{p}%", Budget(percent=p), 1.03 if p == 100 else None) for p in PERCENTS]
+    settings += [(f"{m}MiB", Budget(total_bytes=whole.resident_bytes + m * MIB), bar) for m, bar in case.points]
+    for label, budget, bar in settings:
+        if arguments.only and label not in arguments.only:
+            continue
+        row = {**common, "setting": label, "bar_ratio": bar}
+        try:
+            plan = plan_step(model, step, budget, "auto")
+        except gs.errors.BudgetTooSmall as error:
+            row["setting"] += f" refused: the smallest is {(error.minimum_bytes - whole.resident_bytes) / MIB:.0f} MiB"
+            write(arguments.out, row)
+            continue
+        write(arguments.out, {**row, **planned_row(proof, plan, arguments.rounds)})
+    if not arguments.only or "block" in arguments.only:
+        write(arguments.out, {**common, "setting": "checkpoint per block", **block_row(proof, case, arguments)})
+
+
+def planned_row(proof: Proof, plan: gs.Plan, rounds: int) -> dict[str, Any]:
+    found = proof.check(plan, rounds)
+    twin = proof.trainee()
+    gs.stow(twin.model, plan=plan)
+    with same_rng():
+        twin.step()
+        events = events_peak(twin) if plan.graph.device == "cpu" else None
+    predicted, measured = found.predicted_peak_bytes, found.measured_peak_bytes
+    return {
+        "budget_mib": None if found.budget_bytes is None else found.budget_bytes / MIB,
+        "plain_peak_mib": found.plain_peak_bytes / MIB,
+        "measured_peak_mib": measured / MIB,
+        "events_peak_mib": None if events is None else events / MIB,
+        "predicted_peak_mib": predicted / MIB,
+        "prediction_error_percent": 100 * (predicted / measured - 1),
+        "within_budget": found.within_budget and (events is None or events <= (found.budget_bytes or events)),
+        "equal": found.equal and not found.inconclusive,
+        "compared": found.compared,
+        "time_ratio": found.time_ratio,
+        "ratio_low": found.time_ratio_interval[0],
+        "ratio_high": found.time_ratio_interval[1],
+        "rerun_ops": found.rerun_ops,
+        "predicted_added_percent": 100 * (plan.predicted_seconds / plan.plain_seconds - 1),
+        "rounds": rounds,
+    }
+
+
+def block_row(proof: Proof, case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+    """torch.utils.checkpoint around every block, measured beside plain in the same process."""
+    twin = proof.trainee()
+    for module in twin.model.modules():
+        if type(module).__name__ in case.blocks:
+            module.forward = _checkpointed(module.forward)
+    with same_rng():
+        try:
+            peak = step_peak(twin, arguments.device)
+        except RuntimeError as error:
+            return {"equal": f"stops with an error: {str(error).splitlines()[0][:80]}"}
+        ratios = time_ratios(proof.plain, twin, arguments.rounds, lambda _n: None)
+    low, high = median_interval(ratios)
+    middle = sorted(ratios)[len(ratios) // 2]
+    return {
+        "measured_peak_mib": peak / MIB,
+        "plain_peak_mib": proof.plain_peak_bytes / MIB,
+        "time_ratio": middle,
+        "ratio_low": low,
+        "ratio_high": high,
+        "rounds": arguments.rounds,
+    }
+
+
+def _checkpointed(forward: Any) -> Any:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def events_peak(trainee: Any) -> int:
+    """The step peak by the profiler's memory events, summed here: independent of gs.measure_peak."""
+    trainee.optimizer.zero_grad(set_to_none=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainee.step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def versions(arguments: argparse.Namespace) -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+    return {
+        "device": device,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "gradstow": gs.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Append the row and show it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if new:
+            writer.writeheader()
+        writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k in FIELDS[:17]}
+    print(" ".join(f"{k}={v}" for k, v in shown.items() if v is not None), file=sys.stderr, flush=True)
+
+
+def _to(item: Any, device: str) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.to(device)
+    if isinstance(item, dict):
+        return {k: _to(v, device) for k, v in item.items()}
+    return type(item)(_to(v, device) for v in item)
+
+
+if __name__ == "__main__":
+    main()
