@@ -54,7 +54,10 @@ def work(kind: str, target_name: str, batch: int) -> dict[str, object]:
     if kind == "plan":
         plan = gs.plan(model, target.batch, loss=loss, budget="50%")
         first = time.perf_counter() - start
-        found = {"first_seconds": round(first, 1), "plain_step_peak_gib": round(plan.plain_step_peak_bytes / 2**30, 2)}
+        found = {
+            "first_seconds": round(first, 1),
+            "plain_step_peak_gib": round(plan.plain_step_peak_bytes / 2**30, 2),
+        }
     else:
         gs.stow(model, budget="60%")
         first = _step(model, target.batch, start)
@@ -74,7 +77,15 @@ def _step(model: object, batch: object, start: float) -> float:
 
 
 def write(row: dict[str, object]) -> None:
-    fields = ["what", "first_seconds", "later_seconds", "plain_step_peak_gib", "process_peak_gib", "torch", "date"]
+    fields = [
+        "what",
+        "first_seconds",
+        "later_seconds",
+        "plain_step_peak_gib",
+        "process_peak_gib",
+        "torch",
+        "date",
+    ]
     OUT.parent.mkdir(parents=True, exist_ok=True)
     new = not OUT.exists()
     with OUT.open("a", newline="", encoding="utf-8") as file:

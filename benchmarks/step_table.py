@@ -26,8 +26,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gradstow as gs
-from gradstow._stow import plan_step
 from gradstow._api import make_step
+from gradstow._stow import plan_step
 from gradstow._units import Budget
 from gradstow._verify import Proof, median_interval, same_rng, step_peak, time_ratios
 from gradstow.cli._targets import build_target
@@ -54,14 +54,21 @@ class Case:
 
 CASES = {
     "resnet50": Case(
-        "torchvision:resnet50", 8, ((575, 1.07), (466, 1.07), (458, 1.25), (416, 1.10), (316, 1.34)), ("Bottleneck",)
+        "torchvision:resnet50",
+        8,
+        ((575, 1.07), (466, 1.07), (458, 1.25), (416, 1.10), (316, 1.34)),
+        ("Bottleneck",),
     ),
     "densenet121": Case("torchvision:densenet121", 4, ((255, 1.12), (249, 1.15), (222, 1.37)), ("_DenseLayer",)),
     "vit_b_16": Case("torchvision:vit_b_16", 4, ((388, 1.21), (360, 1.03), (358, 1.25)), ("EncoderBlock",)),
     "gpt2": Case("transformers:gpt2", 4, ((1138, 1.07), (1108, 1.18), (769, 1.22)), ("GPT2Block",), "sdpa"),
     "alexnet": Case("torchvision:alexnet", 64, ((375, 1.35),), ("Sequential",)),
     "gpt2-eager": Case(
-        "transformers:gpt2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0", 4, ((769, 1.1),), ("GPT2Block",), "eager"
+        "transformers:gpt2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0",
+        4,
+        ((769, 1.1),),
+        ("GPT2Block",),
+        "eager",
     ),
 }
 PERCENTS = (100, 80, 60, 45)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradstow import errors
-    from gradstow._plan import Plan
     from gradstow._api import plain, plan, stow, unstow, verify
+    from gradstow._plan import Plan
     from gradstow.cost import measure_peak
 
     __version__: str

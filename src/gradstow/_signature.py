@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-import gradstow._ops  # registers the operators that a target may name
-
 
 class _Unencodable(TypeError):
     """The call holds something that has no canonical text."""

@@ -52,9 +52,7 @@ def plan_step(
     limit = _TIMING_LIMIT
     if budget is not None and budget.total_bytes is not None:
         limit = min(limit, budget.total_bytes)
-    costs = measured_costs(
-        _signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total)
-    )
+    costs = measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
     say("plan", 0, 1)
     step_budget = _step_budget(graph, costs, budget)
     result = make_plan(

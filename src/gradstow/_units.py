@@ -55,9 +55,7 @@ def parse_budget(value: object) -> Budget:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise BudgetError(f"a budget cannot be {type(value).__name__} {value!r}. {_REMEDY}")
     if isinstance(value, float):
-        raise BudgetError(
-            f"the budget {value!r} is a float, which could mean a fraction or bytes. {_REMEDY}"
-        )
+        raise BudgetError(f"the budget {value!r} is a float, which could mean a fraction or bytes. {_REMEDY}")
     if isinstance(value, int):
         if value <= 0:
             raise BudgetError(f"the budget {value} is not a positive number of bytes. {_REMEDY}")

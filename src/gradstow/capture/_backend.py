@@ -41,7 +41,10 @@ def keep_scale(keep: float, dtype: torch.dtype) -> float:
     if keep == 0:
         return 0.0
     # the division runs outside of any fake mode, on one real number
-    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.utils._python_dispatch._disable_current_modes():
+    with (
+        torch._subclasses.fake_tensor.unset_fake_temporarily(),
+        torch.utils._python_dispatch._disable_current_modes(),
+    ):
         return float(torch.ones((), dtype=dtype).div_(keep).item())
 
 
@@ -85,8 +88,9 @@ def boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
-def fresh_function(function: types.FunctionType) -> types.FunctionType:
+def fresh_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """A twin with a code object of its own, so that Dynamo's caches of two models never mix."""
+    assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=function.__code__.co_name)
     twin = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__

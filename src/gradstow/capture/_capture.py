@@ -36,7 +36,7 @@ class Step:
         outputs_held: whether the loop still holds the model's output while the backward runs.
     """
 
-    call: Callable[[torch.nn.Module, Any], Any]
+    call: Callable[[Any, Any], Any]
     inputs: Any
     batch: Any = None
     loss: Loss | None = None
@@ -65,9 +65,7 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
             ) from error
 
 
-def _rehearse(
-    model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: list[GraphBreak]
-) -> StepGraph:
+def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: list[GraphBreak]) -> StepGraph:
     twin = fakes.model(model)
     recorder = Recorder({storage_key(p): n for n, p in twin.named_parameters() if p.requires_grad}, device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
@@ -83,9 +81,7 @@ def _rehearse(
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
     last = max(i for i, r in enumerate(recorder.order) if r.compiled.managed)
-    joints = [
-        _describe(i, r, device, held=step.outputs_held and (i >= last)) for i, r in enumerate(recorder.order)
-    ]
+    joints = [_describe(i, r, device, held=step.outputs_held and (i >= last)) for i, r in enumerate(recorder.order)]
     return StepGraph(
         regions=_with_origins([j.region for j in joints], recorder.order),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),

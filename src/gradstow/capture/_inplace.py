@@ -76,9 +76,7 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
     inputs = [node.args[i] for i in slots if i < len(node.args)]
     others = [a for a in node.args if isinstance(a, fx.Node)]
     return tuple(
-        i
-        for i in inputs
-        if isinstance(i, fx.Node) and _same_layout(i.meta.get("val"), result) and others.count(i) == 1
+        i for i in inputs if isinstance(i, fx.Node) and _same_layout(i.meta.get("val"), result) and others.count(i) == 1
     )
 
 
@@ -101,9 +99,8 @@ def _is_row_wise(node: fx.Node, result: torch.Tensor) -> bool:
 
 
 def _same_layout(value: Any, result: torch.Tensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype == result.dtype
+    return isinstance(value, torch.Tensor) and bool(
+        value.dtype == result.dtype
         and value.shape == result.shape
         and value.stride() == result.stride()
         and value.device == result.device

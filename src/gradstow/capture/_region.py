@@ -80,9 +80,7 @@ def build_region(
 
 
 class _Builder:
-    def __init__(
-        self, module: fx.GraphModule, num_outputs: int, roles: Sequence[InputRole], device: str
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, num_outputs: int, roles: Sequence[InputRole], device: str) -> None:
         self.module, self.roles, self.device = module, roles, device
         outputs = list(module.graph.output_node().args[0])
         self.outputs, self.gradients = outputs[:num_outputs], outputs[num_outputs:]

@@ -69,7 +69,7 @@ class _Writer:
         if node.op == "get_attr":
             return f"{node.name} = {self._constant(_attribute(self.module, str(node.target)))}"
         if node.target is operator.getitem:
-            return f"{node.name} = {node.args[0].name}[{node.args[1]!r}]"  # type: ignore[union-attr]
+            return f"{node.name} = {node.args[0].name}[{node.args[1]!r}]"
         target, args, kwargs = node.target, node.args, node.kwargs
         victim = self.victims.get(node)
         if victim is not None:

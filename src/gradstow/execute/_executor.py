@@ -44,9 +44,7 @@ class Executor:
         CaptureError: double backward.
     """
 
-    def __init__(
-        self, graph: StepGraph, schedule: Schedule, name_of: Callable[[torch.Tensor], str]
-    ) -> None:
+    def __init__(self, graph: StepGraph, schedule: Schedule, name_of: Callable[[torch.Tensor], str]) -> None:
         self.graph, self.schedule = graph, schedule
         self.programs: list[RegionProgram] = []
         self._name_of = name_of

@@ -52,7 +52,8 @@ def lower_backward(joint: JointGraph, schedule: RegionSchedule, saved_names: tup
 def _saved_values(joint: JointGraph, schedule: RegionSchedule) -> list[int]:
     """Value ids that cross from the forward to the backward: kept storages and inputs that it reads."""
     region = joint.region
-    kept, base = set(schedule.kept), {}
+    kept = set(schedule.kept)
+    base: dict[int, int] = {}
     for op in region.ops:
         if not op.backward:
             for v in op.outputs:

@@ -108,9 +108,7 @@ class _Builder:
         read: set[int] = set()
         for index in self.order:
             read.update(self.storage[v] for v in self._reads(index, again=True))
-        boundary = {
-            s for s in self.outside if self.region.storages[s].kind is StorageKind.BOUNDARY
-        }
+        boundary = {s for s in self.outside if self.region.storages[s].kind is StorageKind.BOUNDARY}
         return ((self.kept | self.free) - self.results | boundary) & read
 
     def _events(self, order: list[int], *, stay: set[int], untouchable: set[int], again: bool) -> tuple[Event, ...]:

@@ -121,7 +121,7 @@ def _backward(
     nbytes, held, accumulated = problem.nbytes, problem.held, problem.accumulated
     ends = _region_ends(order)
     stay = set(accumulated)
-    for r, storages in problem.boundary_gradients.items():
+    for storages in problem.boundary_gradients.values():
         stay.update(storages)
     dies: list[list[int]] = [[] for _ in order]
     for s, index in last_use.items():

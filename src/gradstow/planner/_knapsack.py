@@ -56,9 +56,7 @@ class Knapsack:
         self.latest = {s: self._latest(s) for s in self.wanted}
         self.fixed = self._fixed_bytes()
 
-    def solve(
-        self, budget: int, moments: dict[int, int], *, seconds: float = 10.0, gap: float = 0.005
-    ) -> Solution:
+    def solve(self, budget: int, moments: dict[int, int], *, seconds: float = 10.0, gap: float = 0.005) -> Solution:
         """Best kept set whose bytes fit ``budget`` at the start of the backward and at ``moments``.
 
         ``moments`` maps a moment to the bytes to leave free there. Moments from 0 up are backward ops;
@@ -146,12 +144,10 @@ class Knapsack:
                 region = node.region
                 live += sum(problem.nbytes[s] for s in problem.tangents[region])
             new = sum(problem.nbytes[s] for s in node.outputs)
-            saved = next(
-                (problem.nbytes[s] for s in node.overwrites if end[s] == index and self._is_gradient(s)), 0
-            )
+            saved = next((problem.nbytes[s] for s in node.overwrites if end[s] == index and self._is_gradient(s)), 0)
             result.append(live + new + node.working - saved)
             live += new
-            for s in set((*node.inputs, *node.outputs)):
+            for s in {*node.inputs, *node.outputs}:
                 if end[s] == index and self._is_gradient(s) and s not in free:
                     live -= problem.nbytes[s]
         return result
@@ -191,7 +187,7 @@ class _Program:
         for s in self.k.wanted:
             decision = self.p.decision[s]
             if decision not in self.keep:
-                must = not self.k.can_rerun(s) and s in self.k.first or s in self.p.always
+                must = (not self.k.can_rerun(s) and s in self.k.first) or s in self.p.always
                 small = self.p.nbytes[s] <= tiny and s in self.k.first
                 self.keep[decision] = self._variable(0.0, float(must or small), True)
         for s in self.k.wanted:

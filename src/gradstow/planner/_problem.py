@@ -6,6 +6,7 @@ graph (a block called in a loop) share their decisions, since they share their c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradstow.ir import CostTable, Op, Region, StepGraph, StorageKind
@@ -141,14 +142,16 @@ def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, ba
                 problem.maker[n] = len(problem.forward) - 1
 
 
-def _set_again(problem: Problem, node: Node, op: Op, costs: CostTable, numbers: object) -> None:
+def _set_again(
+    problem: Problem, node: Node, op: Op, costs: CostTable, numbers: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> None:
     cost = costs.rerun(op)
     node.again_seconds, node.again_working = cost.seconds, cost.working_bytes
     if op.rerun is None:
         node.again_inputs, node.again_outputs = node.inputs, node.outputs
     else:
-        node.again_inputs = numbers(op.rerun.inputs)  # type: ignore[operator]
-        node.again_outputs = numbers(op.rerun.outputs)  # type: ignore[operator]
+        node.again_inputs = numbers(op.rerun.inputs)
+        node.again_outputs = numbers(op.rerun.outputs)
     if cost.how == "unknown":
         node.pinned = True
 

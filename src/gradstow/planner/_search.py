@@ -24,9 +24,7 @@ class Found:
     rounds: int
 
 
-def search(
-    problem: Problem, knapsack: Knapsack, budget: int, *, seconds: float = 4.0, gap: float = 0.005
-) -> Found:
+def search(problem: Problem, knapsack: Knapsack, budget: int, *, seconds: float = 4.0, gap: float = 0.005) -> Found:
     """The cheapest kept set whose followed peak is at or under ``budget`` step bytes; ``outcome`` None if none."""
     moments: dict[int, int] = {}
     bound = 0.0
@@ -67,7 +65,6 @@ def _add_overflows(problem: Problem, outcome: Outcome, budget: int, moments: dic
             chosen.append(moment)
     for moment in chosen:
         moments[moment] = moments[moment] + over[moment] if moment in moments else 0
-
 
 
 def minimum(problem: Problem, knapsack: Knapsack, low: int, high: int) -> Outcome | None:

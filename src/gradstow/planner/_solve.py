@@ -71,9 +71,7 @@ def plain_step_peak(graph: StepGraph, costs: CostTable) -> int:
     return replay(graph, schedule, costs, plain=True).peak_bytes
 
 
-def _decide(
-    graph: StepGraph, costs: CostTable, problem: Problem, step_budget: int | None, policy: str
-) -> Decision:
+def _decide(graph: StepGraph, costs: CostTable, problem: Problem, step_budget: int | None, policy: str) -> Decision:
     if policy != "auto" or step_budget is None:
         name = "store-all" if policy == "auto" else policy
         return Decision(_by_region(problem, kept_by_policy(problem, name)), 0.0, {"solver": name})
@@ -165,9 +163,7 @@ def _by_region(problem: Problem, kept: set[int]) -> list[set[int]]:
 
 def _events(graph: StepGraph, kept: list[set[int]], *, reuse: bool) -> Schedule:
     everything = [k if r.managed else set(range(len(r.storages))) for r, k in zip(graph.regions, kept, strict=True)]
-    return Schedule(
-        tuple(just_in_time(r, k, reuse=reuse) for r, k in zip(graph.regions, everything, strict=True))
-    )
+    return Schedule(tuple(just_in_time(r, k, reuse=reuse) for r, k in zip(graph.regions, everything, strict=True)))
 
 
 def _schedule(graph: StepGraph, problem: Problem, kept: set[int], *, reuse: bool) -> Schedule:
