@@ -31,6 +31,7 @@ from gradstow._stow import plan_step
 from gradstow._units import Budget
 from gradstow._verify import Proof, median_interval, same_rng, step_peak, time_ratios
 from gradstow.cli._targets import build_target
+from gradstow.planner import make_plan
 
 MIB = 1 << 20
 FIELDS = [
@@ -100,7 +101,7 @@ def run_case(name: str, case: Case, arguments: argparse.Namespace) -> None:
             continue
         row = {**common, "setting": label, "bar_ratio": bar}
         try:
-            plan = plan_step(model, step, budget, "auto")
+            plan = replan(whole, budget)
         except gs.errors.BudgetTooSmall as error:
             row["setting"] += f" refused: the smallest is {(error.minimum_bytes - whole.resident_bytes) / MIB:.0f} MiB"
             write(arguments.out, row)
@@ -110,13 +111,23 @@ def run_case(name: str, case: Case, arguments: argparse.Namespace) -> None:
         write(arguments.out, {**common, "setting": "checkpoint per block", **block_row(proof, case, arguments)})
 
 
+def replan(whole: gs.Plan, budget: Budget) -> gs.Plan:
+    """Another budget for a step that is captured and priced already."""
+    if budget.percent is not None:
+        step_budget = int(budget.percent / 100 * whole.plain_step_peak_bytes)
+    else:
+        assert budget.total_bytes is not None
+        step_budget = budget.total_bytes - whole.resident_bytes
+    plan = make_plan(whole.graph, whole.costs, step_budget=step_budget, budget=str(budget), kind=gs.Plan)
+    assert isinstance(plan, gs.Plan)
+    return plan
+
+
 def planned_row(proof: Proof, plan: gs.Plan, rounds: int) -> dict[str, Any]:
-    found = proof.check(plan, rounds)
-    twin = proof.trainee()
-    gs.stow(twin.model, plan=plan)
-    with same_rng():
-        twin.step()
-        events = events_peak(twin) if plan.graph.device == "cpu" else None
+    peaks: list[int] = []
+    on_cpu = plan.graph.device == "cpu"
+    found = proof.check(plan, rounds, inspect=lambda twin: peaks.append(events_peak(twin)) if on_cpu else None)
+    events = peaks[0] if peaks else None
     predicted, measured = found.predicted_peak_bytes, found.measured_peak_bytes
     return {
         "budget_mib": None if found.budget_bytes is None else found.budget_bytes / MIB,

@@ -50,22 +50,24 @@ class Case:
 # ------------------------------------------------------------------------------------- batches and losses
 
 
-def images(channels_last: bool = False, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
+def images(
+    channels_last: bool = False, dtype: torch.dtype = torch.float32, count: int = 4, side: int = 16
+) -> Callable[[], Any]:
     def make() -> Any:
-        x = torch.randn(4, 3, 16, 16, dtype=dtype)
+        x = torch.randn(count, 3, side, side, dtype=dtype)
         if channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        return x, torch.randint(0, 5, (4,))
+        return x, torch.randint(0, 5, (count,))
 
     return make
 
 
-def rows(features: int = 16, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
-    return lambda: (torch.randn(8, features, dtype=dtype), torch.randn(8, 4, dtype=dtype))
+def rows(features: int = 16, dtype: torch.dtype = torch.float32, count: int = 8) -> Callable[[], Any]:
+    return lambda: (torch.randn(count, features, dtype=dtype), torch.randn(count, 4, dtype=dtype))
 
 
-def tokens() -> Any:
-    x = torch.randint(0, 29, (3, 12))
+def tokens(count: int = 3, length: int = 12) -> Any:
+    x = torch.randint(0, 29, (count, length))
     return x, torch.roll(x, -1, 1)
 
 
@@ -129,12 +131,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Tied embedding and head, causal attention, dropout; ``saves`` checkpoints every second block."""
 
-    def __init__(self, p: float = 0.1, layers: int = 2, saves: bool = False, breaks: bool = False) -> None:
+    def __init__(self, p: float = 0.1, layers: int = 2, saves: bool = False, width: int = 16) -> None:
         super().__init__()
-        self.saves, self.breaks = saves, breaks
-        self.embed, self.place = nn.Embedding(29, 16), nn.Embedding(12, 16)
-        self.blocks = nn.ModuleList(Block(16, p) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 29, bias=False)
+        self.saves = saves
+        self.embed, self.place = nn.Embedding(29, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, p) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 29, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,8 +146,6 @@ class Transformer(nn.Module):
                 h = checkpoint(block, h, use_reentrant=False)
             else:
                 h = block(h)
-            if self.breaks:
-                torch._dynamo.graph_break()
         return self.head(self.norm(h))
 
 
@@ -272,32 +272,52 @@ class Frozen(ConvNet):
 
 
 class Broken(nn.Module):
-    """Graph breaks of several kinds between layers; ``loop`` calls one block, with a break in it, in a loop."""
+    """A graph break of some kind between two layers."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, features: int = 16) -> None:
         super().__init__()
         self.kind, self.calls = kind, []
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-        self.block = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 16), nn.Tanh())
+        self.first, self.last = nn.Linear(features, features), nn.Linear(features, 4)
+        self.inner = nn.Sequential(nn.Linear(features, 2 * features), nn.ReLU(), nn.Dropout(0.2))
+        self.outer = nn.Sequential(nn.Linear(2 * features, features), nn.Tanh())
 
-    def interrupt(self) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu() * 2
         if self.kind == "print":
             print(end="")
         elif self.kind == "effect":
             note(self.calls)
         else:
             torch._dynamo.graph_break()
+        return self.last(x + self.outer(self.inner(x)).exp().sin())
+
+
+class Cut(nn.Module):
+    """A block with a graph break in its middle."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(features, 2 * features), nn.Linear(2 * features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        self.interrupt()
-        for _ in range(3 if self.kind == "loop" else 1):
-            x = x + self.block(x)
-            self.interrupt()
-            x = x * 1.5
-        if self.kind == "loop":
-            self.interrupt()
-        return self.last(x.relu())
+        h = F.dropout(F.gelu(self.up(x)), 0.2).tanh()
+        torch._dynamo.graph_break()
+        return x + self.down(h).sin()
+
+
+class Loop(nn.Module):
+    """Calls one block in a loop, and others of the same shape: the same graphs run several times in a step."""
+
+    def __init__(self, features: int = 16) -> None:
+        super().__init__()
+        self.shared, self.others = Cut(features), nn.ModuleList(Cut(features) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.shared(x)
+        for block in self.others:
+            x = block(x)
+        return x
 
 
 @torch._dynamo.disable
@@ -322,7 +342,7 @@ CASES = {
     "conv-frozen": Case(Frozen, images(), cross_entropy),
     "conv-autocast": Case(ConvNet, images(), cross_entropy, autocast=torch.bfloat16),
     "transformer": Case(Transformer, tokens, token_loss),
-    "transformer-autocast": Case(Transformer, tokens, token_loss, autocast=torch.bfloat16),
+    "transformer-autocast": Case(lambda: Transformer(layers=1), tokens, token_loss, autocast=torch.bfloat16),
     "transformer-checkpoint": Case(lambda: Transformer(saves=True), tokens, token_loss),
     "densenet": Case(DenseNet, images(), cross_entropy),
     "dropout-0": dropout_case(0.0),
@@ -347,5 +367,11 @@ CASES = {
     "outputs": Case(Outputs, rows(), lambda output, batch: squares(output["a"], batch)),
     "outputs-two": Case(Outputs, rows(), lambda output, batch: squares(output["a"] * output["b"], batch)),
 }
-BROKEN = {kind: Case(lambda kind=kind: Broken(kind), rows(), squares) for kind in ("break", "print", "effect", "loop")}
-BROKEN["transformer"] = Case(lambda: Transformer(breaks=True), tokens, token_loss)
+
+
+def first_four(output: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(output[:, :4], batch[1])
+
+
+BROKEN = {kind: Case(lambda kind=kind: Broken(kind), rows(), squares) for kind in ("break", "print", "effect")}
+BROKEN["loop"] = Case(Loop, rows(), first_four)

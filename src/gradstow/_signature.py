@@ -27,7 +27,7 @@ def encode(target: str, args: Any, kwargs: Any) -> str:
 
 
 def decode(signature: str, make_tensor: Callable[[list[int], list[int], torch.dtype, str], Any]) -> Any:
-    """The call again, as ``(callable, args, kwargs)``, with tensors from ``make_tensor(shape, stride, dtype, device)``."""
+    """The call again: ``(callable, args, kwargs)``, tensors by ``make_tensor(shape, stride, dtype, device)``."""
     target, args, kwargs = json.loads(signature)
     return resolve(target), _unpack(args, make_tensor), _unpack(kwargs, make_tensor)
 

@@ -245,12 +245,7 @@ class _Stowed:
             raise
 
     def _run(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Plan, Executor]:
-        key = (
-            batch_signature((args, kwargs)),
-            any(p.grad is not None for p in module.parameters()),
-            tuple(p.requires_grad for p in module.parameters()),
-            torch.is_autocast_enabled(device_of(module)),
-        )
+        key = _run_key(module, args, kwargs)
         with self._lock:
             if key not in self._runs:
                 plan = self._plan_for(module, key, args, kwargs)
@@ -262,6 +257,23 @@ class _Stowed:
             return self.plan
         step = Step(_call, (args, kwargs), optimizer=self.optimizer)
         return plan_step(module, step, self.budget, self.policy, self.progress)
+
+
+def autocast_state(device: str) -> torch.dtype | None:
+    """The dtype of the autocast block that we are in, or None."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _run_key(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """All that makes another graph or another peak: layouts, flags, existing gradients, autocast."""
+    device = device_of(module)
+    return (
+        batch_signature((args, kwargs)),
+        any(p.grad is not None for p in module.parameters()),
+        tuple(p.requires_grad for p in module.parameters()),
+        tuple(m.training for m in module.modules()),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+    )
 
 
 def _call(model: Any, inputs: Any) -> Any:

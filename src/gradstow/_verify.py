@@ -95,7 +95,7 @@ class Verification:
 
 
 @dataclass
-class _Trainee:
+class Trainee:
     """One copy of the model with its optimizer and a way to run a step."""
 
     model: torch.nn.Module
@@ -164,17 +164,20 @@ class Proof:
             self.again = self.trainee().train(steps, lambda n: self.say("plain again", n, steps))
         self.plain_peak_bytes = -1
 
-    def trainee(self) -> _Trainee:
+    def trainee(self) -> Trainee:
         """A fresh copy of the model with a fresh copy of the optimizer."""
         twin, optimizer = copy.deepcopy((self.model, self.optimizer))
         twin.train()
         if optimizer is None:
             trainable = [p for p in twin.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
-        return _Trainee(twin, optimizer, self.call, self.loss, self.batch)
+        return Trainee(twin, optimizer, self.call, self.loss, self.batch)
 
-    def check(self, plan: Plan, rounds: int = 5) -> Verification:
-        """Run the plan for the same steps, compare, measure both peaks and the time ratio."""
+    def check(self, plan: Plan, rounds: int = 5, inspect: Callable[[Trainee], None] | None = None) -> Verification:
+        """Run the plan for the same steps, compare, measure both peaks and the time ratio.
+
+        ``inspect`` gets the planned trainee before the timing, for measurements of one's own.
+        """
         if rounds < 1:
             raise GradstowError(f"verify needs at least one round of timing, not rounds={rounds}.")
         with same_rng():
@@ -185,6 +188,8 @@ class Proof:
             if self.plain_peak_bytes < 0:
                 self.plain_peak_bytes = step_peak(self.plain, plan.graph.device)
             measured = step_peak(planned, plan.graph.device)
+            if inspect is not None:
+                inspect(planned)
             ratios = time_ratios(self.plain, planned, rounds, lambda n: self.say("time", n, rounds))
         if is_stowed(planned.model):
             unstow_model(planned.model)
@@ -255,7 +260,7 @@ def _rng_digest() -> str:
     return " ".join(digest(s) for s in states)
 
 
-def step_peak(trainee: _Trainee, device: str) -> int:
+def step_peak(trainee: Trainee, device: str) -> int:
     trainee.optimizer.zero_grad(set_to_none=True)
     with measure_peak(device) as memory:
         trainee.step()
@@ -263,7 +268,7 @@ def step_peak(trainee: _Trainee, device: str) -> int:
     return memory.peak_bytes
 
 
-def time_ratios(plain: _Trainee, planned: _Trainee, rounds: int, progress: Callable[[int], None]) -> list[float]:
+def time_ratios(plain: Trainee, planned: Trainee, rounds: int, progress: Callable[[int], None]) -> list[float]:
     ratios = []
     for number in range(rounds):
         order = (plain, planned) if number % 2 == 0 else (planned, plain)
@@ -273,7 +278,7 @@ def time_ratios(plain: _Trainee, planned: _Trainee, rounds: int, progress: Calla
     return ratios
 
 
-def _seconds(trainee: _Trainee) -> float:
+def _seconds(trainee: Trainee) -> float:
     _wait()
     start = time.perf_counter()
     trainee.step()

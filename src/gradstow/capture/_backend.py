@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
+from gradstow._ops import keep_mask, masked_scale
+
 aten = torch.ops.aten
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any]], Callable[[list[Any]], Any]]
@@ -27,13 +29,13 @@ def exact_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:  # eager draws no random numbers here
         return x * 0.0, torch.zeros_like(x, dtype=torch.bool)
-    mask = aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1 - p)
-    return x * mask * keep_scale(1 - p, x.dtype), mask
+    mask = keep_mask(x, 1 - p)
+    return masked_scale(x, mask, keep_scale(1 - p, x.dtype)), mask
 
 
 def exact_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     keep = 1 / scale if scale else 0.0
-    return grad * mask * keep_scale(keep, grad.dtype)
+    return masked_scale(grad, mask, keep_scale(keep, grad.dtype))
 
 
 def keep_scale(keep: float, dtype: torch.dtype) -> float:
@@ -125,6 +127,9 @@ def compile_settings() -> Iterator[None]:
     }
     with (
         torch._dynamo.config.patch(**dynamo),
-        torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False),
+        # the backward runs outside of the user's autocast block, as PyTorch asks for; inside, it is refused
+        torch._functorch.config.patch(
+            donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"
+        ),
     ):
         yield

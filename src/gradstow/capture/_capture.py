@@ -65,7 +65,7 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
             ) from error
 
 
-def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: list[GraphBreak]) -> StepGraph:
+def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: Callable[[], tuple[GraphBreak, ...]]) -> StepGraph:
     twin = fakes.model(model)
     recorder = Recorder({storage_key(p): n for n, p in twin.named_parameters() if p.requires_grad}, device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
@@ -75,6 +75,7 @@ def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, bre
         output = step.call(rehearsed, inputs)
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
+    _check_recorded(model, recorder.order, breaks())
     if not any(r.ran_backward for r in recorder.order):
         raise CaptureError(
             f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
@@ -92,8 +93,18 @@ def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, bre
         outputs_held=step.outputs_held,
         batch=rehearsed.called_with,
         model=type(model).__qualname__,
-        breaks=tuple(breaks),
+        breaks=breaks(),
         versions={"torch": torch.__version__},
+    )
+
+
+def _check_recorded(model: torch.nn.Module, order: list[RegionRecord], breaks: tuple[GraphBreak, ...]) -> None:
+    if any(r.compiled.managed for r in order):
+        return
+    reasons = "; ".join(b.reason for b in breaks) or "no reason given"
+    raise CaptureError(
+        f"no part of {type(model).__name__} could be captured as a graph, so there is nothing to plan: {reasons}. "
+        "Stow sub-modules that do not contain the part that ends the graph."
     )
 
 
@@ -261,17 +272,17 @@ def batch_signature(inputs: Any) -> str:
 
 
 @contextlib.contextmanager
-def _breaks() -> Iterator[list[GraphBreak]]:
-    """Collect Dynamo's graph breaks while something compiles."""
-    found: list[GraphBreak] = []
+def _breaks() -> Iterator[Callable[[], tuple[GraphBreak, ...]]]:
+    """Gives a function that tells Dynamo's graph breaks since entry."""
     from torch._dynamo.utils import counters  # its own record of why graphs end
 
     before = dict(counters["graph_break"])
-    yield found
-    for reason, times in counters["graph_break"].items():
-        if times > before.get(reason, 0):
-            lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
-            found.append(GraphBreak(reason=lines[0] if lines else "unknown", source=""))
+
+    def since() -> tuple[GraphBreak, ...]:
+        new = [r for r, times in counters["graph_break"].items() if times > before.get(r, 0)]
+        return tuple(GraphBreak(reason=_first_line_of(str(r)), source="") for r in new)
+
+    yield since
 
 
 @contextlib.contextmanager
@@ -287,8 +298,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    """What went wrong first, where torch wrapped it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {_first_line_of(str(error))}"
+
+
+def _first_line_of(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else "unknown"
 
 
 __all__ = ["InputRole", "Step", "capture"]

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from gradstow.capture._rerun import OutputRef, rerun_call
+
 aten = torch.ops.aten
 
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
@@ -44,6 +46,7 @@ def normalize(joint: fx.GraphModule, arriving: Sequence[bool] | None = None) -> 
         drop_tangents(module.graph, arriving)
     restore_batch_norm(module.graph)
     module.graph.eliminate_dead_code()
+    name_kept_outputs(module.graph)
     module.graph.lint()
     return module
 
@@ -106,6 +109,18 @@ def _only_copy(new: fx.Node | None, buffer: fx.Node) -> fx.Node | None:
     (user,) = new.users
     fits = user.target is aten.copy_.default and user.args[0] is buffer and not user.users
     return user if fits else None
+
+
+def name_kept_outputs(graph: fx.Graph) -> None:
+    """Give a node to outputs that only a rerun reads (the statistics of a frozen BatchNorm), to keep them by."""
+    for node in list(graph.nodes):
+        call = rerun_call(node)
+        named = {u.args[1] for u in node.users if u.target is operator.getitem}
+        for argument in () if call is None else call.args:
+            if isinstance(argument, OutputRef) and argument.index not in named:
+                with graph.inserting_after(node):
+                    output = graph.call_function(operator.getitem, (node, argument.index))
+                output.meta = {**node.meta, "val": node.meta["val"][argument.index]}
 
 
 def drop_tangents(graph: fx.Graph, arriving: Sequence[bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
 from gradstow.capture._inplace import overwritable
 from gradstow.capture._normalize import is_tangent
@@ -212,11 +214,11 @@ class _Builder:
 
 def plain_nbytes(node: fx.Node | None) -> int:
     """Bytes of the mask that eager's dropout on CPU keeps: floats where ours are bools; -1 for other nodes."""
-    if node is None or node.target is not torch.ops.aten.bernoulli.p:
+    if node is None or node.target is not keep_mask:
         return -1
-    products = [u.meta["val"] for u in node.users if u.target is torch.ops.aten.mul.Tensor]
+    products = [u.meta["val"] for u in node.users if u.target is masked_scale]
     mask = node.meta["val"]
-    if mask.dtype is not torch.bool or not products:
+    if not products:
         return -1
     return int(mask.numel()) * products[0].element_size()
 
@@ -300,10 +302,9 @@ def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    for noise in ("L['self'].", "L['fn'].", "._modules", "['", "']", "L"):
-        path = path.replace(noise, "." if noise == "['" else "")
-    return path.replace("..", ".").strip(".")
+    path = str(list(stack.values())[-1][0])  # such as L['module'].layer1._modules['0'].conv1
+    path = re.sub(r"^L\['\w+'\]\.?", "", path).replace("._modules", "")
+    return re.sub(r"\['([^']*)'\]", r".\1", path).strip(".")
 
 
 def _source_line(node: fx.Node) -> str:

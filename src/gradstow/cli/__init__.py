@@ -22,8 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (error.name or "").split(".")[0] not in ("typer", "rich"):
             raise
         print(
-            f"gradstow: the command line needs {error.name}, which is not installed. "
-            "Run: pip install 'gradstow[cli]'",
+            f"gradstow: the command line needs {error.name}, which is not installed. Run: pip install 'gradstow[cli]'",
             file=sys.stderr,
         )
         return 2

@@ -45,8 +45,7 @@ def run(arguments: list[str]) -> int:
         complain(str(error))
         return 2 if isinstance(error, _BAD_INPUT) else 1
     except (KeyboardInterrupt, typer.Abort):
-        complain("interrupted")
-        return _INTERRUPTED
+        result = _INTERRUPTED
     except Exception as error:
         # click's usage errors; typer carries a click of its own or uses the installed one
         format_message = getattr(error, "format_message", None)
@@ -54,6 +53,8 @@ def run(arguments: list[str]) -> int:
             raise
         complain(f"{str(format_message()).rstrip('. ')}. See gradstow --help.")
         return int(getattr(error, "exit_code", 2))
+    if result == _INTERRUPTED:  # some versions of typer return this code instead of raising
+        complain("interrupted")
     return result if isinstance(result, int) else 0
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TOLD = "gradstow demo: "
 SEED = 0
+SMALL = "a small convolutional network"
 REFUSED = 3  # exit code where gradstow refuses on purpose
 
 
@@ -69,11 +70,26 @@ def data_bytes(process: str | int = "self") -> int | None:
 
 def _build(options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     import torch
-    import torchvision
 
     torch.manual_seed(SEED)
-    model = torchvision.models.get_model(options.model, weights=None, num_classes=10).train()
-    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if options.model == SMALL:
+        model = _small_network()
+    else:
+        import torchvision
+
+        model = torchvision.models.get_model(options.model, weights=None, num_classes=10)
+    return model.train(), torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def _small_network() -> torch.nn.Module:
+    """Much memory for little work: equal layers on large planes, so that few ops have to be timed."""
+    from torch import nn
+
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(6):
+        layers += [nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, 10)]
+    return nn.Sequential(*layers, *head)
 
 
 class Digits:
@@ -130,6 +146,7 @@ def _make_plan(options: Any) -> None:
         "planned",
         predicted_step_peak_bytes=plan.predicted_step_peak_bytes,
         plain_step_peak_bytes=plan.plain_step_peak_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes - plan.resident_bytes,
         predicted_seconds=plan.predicted_seconds,
         plain_seconds=plan.plain_seconds,
         optimizer_state_bytes=plan.graph.resident.optimizer,

@@ -21,6 +21,7 @@ from gradstow.cli._demo_child import TOLD, data_bytes
 # glibc then gives large blocks back at once, so that a limit on the process follows the allocator
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 _OF_MEMORY = re.compile(r"memory|alloc|could not create a primitive", re.IGNORECASE)
+_SCRIPT = ["-m", "gradstow.cli._demo_child"]
 _INTERVAL = 0.02  # seconds between looks at a child's memory
 
 Watch = Callable[[dict[str, Any]], None]
@@ -80,11 +81,9 @@ def run_child(arguments: list[str], watch: Watch, limit_bytes: int | None = None
     run = Run(limit_bytes)
     if limit_bytes is not None:
         arguments = [*arguments, "--limit", str(limit_bytes)]
-    command = [sys.executable, "-m", "gradstow.cli._demo_child", *arguments]
+    command = [sys.executable, *_SCRIPT, *arguments]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=_environment(), text=True
-        )
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=_environment(), text=True)
         look = threading.Thread(target=_look, args=(child, run), daemon=True)
         look.start()
         try:

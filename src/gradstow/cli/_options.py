@@ -20,12 +20,8 @@ Text = Annotated[
         show_default=False,
     ),
 ]
-Batch = Annotated[
-    int | None, typer.Option("--batch", help="Examples in the batch; needed except for file.py:make.")
-]
-Budget = Annotated[
-    str | None, typer.Option("--budget", help='"6GiB", "60%" of plain PyTorch\'s step peak, or "auto".')
-]
+Batch = Annotated[int | None, typer.Option("--batch", help="Examples in the batch; needed except for file.py:make.")]
+Budget = Annotated[str | None, typer.Option("--budget", help='"6GiB", "60%" of plain PyTorch\'s step peak, or "auto".')]
 Policy = Annotated[str, typer.Option("--policy", help="auto, store-all, recompute-all or sqrt.")]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a text model's example.")]
 Attn = Annotated[str | None, typer.Option("--attn", help="transformers' attention: eager or sdpa.")]

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +35,8 @@ def results(as_json: bool) -> Iterator[Emit]:
     os.dup2(2, 1)
     document: list[Mapping[str, Any]] = []
     try:
-        yield lambda _text, data: document.append(data)
+        with redirect_stdout(sys.stderr):
+            yield lambda _text, data: document.append(data)
     except GradstowError as error:
         document = [_error_document(error)]
         raise

@@ -28,6 +28,7 @@ def build_transformer(
     import transformers
     from transformers.models.auto import modeling_auto
 
+    transformers.logging.set_verbosity_error()  # its advice is about checkpoints and generating
     attn = options.pop("attn", attn)
     known = [n for table, _ in _TASKS for n in getattr(modeling_auto, table)]
     found = [auto for table, auto in _TASKS if name in getattr(modeling_auto, table)]
@@ -57,6 +58,8 @@ def _config(kind: Any, text: str, options: dict[str, Any]) -> Any:
         raise InputError(f"{kind.__name__} has no option {unknown[0]!r}, so it would have no effect.")
     if hasattr(config, "use_cache"):  # keys and values for generating, which training does not need
         config.use_cache = False
+    if getattr(config, "decoder_start_token_id", None) is None:  # what a decoder's inputs begin with
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
 
 

@@ -15,6 +15,7 @@ import typer
 
 from gradstow._errors import BudgetTooSmall, GradstowError
 from gradstow._units import format_bytes, parse_budget
+from gradstow.cli._demo_child import SMALL
 from gradstow.cli._demo_report import Demo, Setting
 from gradstow.cli._demo_run import Run, run_child
 from gradstow.cli._input import InputError
@@ -22,14 +23,14 @@ from gradstow.cli._options import AsJson
 from gradstow.cli._output import Meter, results
 
 _NEEDED = ("torchvision", "mlxtend", "matplotlib")
-# Room beside the training step's live bytes: the capture at the first step, the libraries' own scratch
-# memory, and what the allocator rounds up.
+# Least room beside the training step's live bytes: the capture at the first step, the libraries' own
+# scratch memory, and what the allocator rounds up.
 _SLACK = 384 * 2**20
 
 
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A small model on small images.")] = False,
-    budget: Annotated[str, typer.Option(help="What the plan may use, as for gradstow plan.")] = "60%",
+    budget: Annotated[str | None, typer.Option(help="What the plan may use, as for gradstow plan.")] = None,
     batch: Annotated[int | None, typer.Option(help="Examples in a batch.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each run.")] = None,
     out: Annotated[Path, typer.Option(help="Where to write the picture.")] = Path("gradstow-demo.png"),
@@ -48,10 +49,10 @@ def demo(
     return 1 if problems else 0
 
 
-def _setting(quick: bool, budget: str, batch: int | None, steps: int | None) -> Setting:
+def _setting(quick: bool, budget: str | None, batch: int | None, steps: int | None) -> Setting:
     if quick:
-        return Setting("resnet18", 64, batch or 256, steps or 2, budget)
-    return Setting("resnet50", 224, batch or 26, steps or 6, budget)
+        return Setting(SMALL, 64, batch or 256, steps or 2, budget or "50%")
+    return Setting("resnet50", 224, batch or 26, steps or 5, budget or "60%")
 
 
 def _check(setting: Setting, out: Path) -> None:
@@ -59,9 +60,7 @@ def _check(setting: Setting, out: Path) -> None:
     parse_budget(setting.budget)
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise InputError(
-            f"the demo needs {', '.join(missing)}, not installed here. Run: pip install 'gradstow[demo]'"
-        )
+        raise InputError(f"the demo needs {', '.join(missing)}, not installed here. Run: pip install 'gradstow[demo]'")
     if not out.absolute().parent.is_dir():
         raise InputError(f"the picture cannot be written to {out}: its folder does not exist.")
     if setting.batch < 2 or setting.steps < 1:
@@ -121,14 +120,15 @@ def _need(run: Run) -> Run:
 
 
 def _limit(planning: Run, plain: Run) -> int:
-    """A process limit between what the two need, from what was measured and planned.
+    """A process limit halfway between what the two need, from what was measured and planned.
 
     Raises:
         GradstowError: the plan saves too little for a limit to tell the two apart.
     """
     ready = plain.get("ready", "data_bytes")
-    state, peak = (planning.get("planned", n) for n in ("optimizer_state_bytes", "predicted_step_peak_bytes"))
-    limit = int(ready + state + peak + _SLACK)
+    names = ("optimizer_state_bytes", "predicted_peak_bytes", "plain_step_peak_bytes")
+    state, peak, plain_peak = (planning.get("planned", name) for name in names)
+    limit = int(ready + state + peak + max(_SLACK, (plain_peak - peak) / 2))
     if limit >= plain.training_bytes:
         raise GradstowError(
             f"no limit tells the two apart: plain PyTorch takes {format_bytes(plain.training_bytes)} and the "

@@ -24,6 +24,10 @@ _DOUBLE = (
     "create_graph=True asks for a backward of the backward, which a planned region does not have. "
     "Run this forward and backward under `with gs.plain():`, which gives plain PyTorch's numbers."
 )
+_AUTOCAST = (
+    "the backward runs inside an autocast block, where plain PyTorch rounds some gradients otherwise than planned. "
+    "Call backward after the `with torch.autocast(...)` block, as PyTorch recommends, or use `with gs.plain():`."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class Executor:
                 watched = self._watch(program, args)
             node.metadata["gradstow_guarded"] = True
             node.set_materialize_grads(False)
-            node.register_prehook(_Prehook(watched, self._name_of))
+            node.register_prehook(_Prehook(watched, self._name_of, self.graph.device))
 
     def _watch(self, program: RegionProgram, args: tuple[Any, ...]) -> list[_Watched]:
         return [
@@ -115,12 +119,14 @@ class Executor:
 class _Prehook:
     """Runs before a region's backward."""
 
-    def __init__(self, watched: list[_Watched], name_of: Callable[[torch.Tensor], str]) -> None:
-        self.watched, self.name_of = watched, name_of
+    def __init__(self, watched: list[_Watched], name_of: Callable[[torch.Tensor], str], device: str) -> None:
+        self.watched, self.name_of, self.device = watched, name_of, device
 
     def __call__(self, _gradients: Any) -> None:
         if torch.is_grad_enabled():
             raise CaptureError(_DOUBLE)
+        if torch.is_autocast_enabled(self.device):
+            raise CaptureError(_AUTOCAST)
         for item in self.watched:
             tensor = item.tensor()
             if tensor is not None and tensor._version != item.version:

@@ -11,7 +11,7 @@ from torch import fx
 from gradstow._errors import CaptureError
 from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
-from gradstow.ir import Region, RegionSchedule, StorageKind, just_in_time
+from gradstow.ir import Region, RegionSchedule, Run, StorageKind, just_in_time
 
 Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 
@@ -78,7 +78,8 @@ class RegionProgram:
         saved = set(self.lowered.saved)
         here = {n.name: region.values[v].storage for v, n in enumerate(joint.value_nodes) if n is not None}
         schedule = just_in_time(region, {here[name] for name in saved if name in here})
-        lost = [s for s in schedule.kept if s not in {here[n] for n in saved if n in here}]
+        there = {here[name] for name in saved if name in here}
+        lost = [s for s in (*schedule.kept, *_read_from_outside(region, schedule)) if s not in there]
         if lost:
             value = next(v for v in region.values if v.storage == lost[0])
             raise CaptureError(
@@ -99,6 +100,19 @@ class RegionProgram:
             return code(chosen)
 
         return run
+
+
+def _read_from_outside(region: Region, schedule: RegionSchedule) -> list[int]:
+    """Storages of the region's inputs that its backward reads."""
+    inputs = set(region.inputs)
+    found: dict[int, None] = {}
+    for event in schedule.backward:
+        if isinstance(event, Run):
+            op = region.ops[event.op]
+            again = op.rerun if not op.backward else None
+            read = op.inputs if again is None else again.inputs
+            found.update((region.values[v].storage, None) for v in read if v in inputs)
+    return list(found)
 
 
 def _role(region: Region, value: int) -> InputRole:

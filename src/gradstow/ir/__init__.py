@@ -16,6 +16,7 @@ from gradstow.ir._just_in_time import just_in_time
 from gradstow.ir._plan import PlanData
 from gradstow.ir._replay import Moment, Timeline, replay
 from gradstow.ir._schedule import Event, Free, RegionSchedule, Run, Schedule
+from gradstow.ir._spec import SpecError, check_graph, check_schedule
 
 __all__ = [
     "CostTable",
@@ -32,11 +33,14 @@ __all__ = [
     "Resident",
     "Run",
     "Schedule",
+    "SpecError",
     "StepGraph",
     "Storage",
     "StorageKind",
     "Timeline",
     "Value",
+    "check_graph",
+    "check_schedule",
     "just_in_time",
     "replay",
 ]

@@ -12,8 +12,9 @@ def just_in_time(region: Region, kept: Iterable[int], *, reuse: bool = True) -> 
     """The events of a region that keeps the storages ``kept`` from its forward to its backward.
 
     What the backward needs and was not kept is made again just before its first use and lives until its
-    last use. Storages that no op may make again are kept even where they were not asked for. ``reuse``
-    lets elementwise ops write over an input that dies.
+    last use. Views too run just before their first use, and not at all where nothing reads them. Storages
+    that no op may make again are kept even where they were not asked for. ``reuse`` lets elementwise ops
+    write over an input that dies.
     """
     return _Builder(region, set(kept), reuse).build()
 
@@ -26,58 +27,72 @@ class _Builder:
         self.inputs = set(region.inputs) | set(region.tangents)
         self.outside = {self.storage[v] for v in self.inputs}
         self.outputs = {self.storage[v] for v in region.outputs if v >= 0}
-        self.free = self.outputs if region.held else set()  # kept without cost: the caller holds them
         self.results = {self.storage[v] for v in region.gradients if v >= 0}
         kinds = (StorageKind.ACTIVATION, StorageKind.BOUNDARY)
         self.kept = {s for s in kept if region.storages[s].kind in kinds}
+        held = self.outputs if region.held else set()
+        self.free = {s for s in held if region.storages[s].kind in kinds}  # kept without cost
         self.base: dict[int, int] = {}
         for op in region.ops:
             for v in op.outputs:
                 if self.storage[v] not in self.outside:
                     self.base.setdefault(self.storage[v], v)
-        self.order: list[int] = []
 
     def build(self) -> RegionSchedule:
-        self._expand()
-        kept = self._really_kept()
-        forward = [i for i, op in enumerate(self.region.ops) if not op.backward]
+        forward, backward = self._forward(), self._backward()
+        kept = self._really_kept(backward)
         return RegionSchedule(
             kept=tuple(sorted(kept)),
             forward=self._events(forward, stay=kept | self.outputs, untouchable=self.outside, again=False),
-            backward=self._events(
-                self.order, stay=self.results, untouchable=self.outside | kept | self.free, again=True
-            ),
+            backward=self._events(backward, stay=self.results, untouchable=self.outside | kept | self.free, again=True),
         )
 
-    def _expand(self) -> None:
+    def _forward(self) -> list[int]:
+        """The forward's ops in graph order, each view before its first reader."""
+        order: list[int] = []
+        available = set(self.region.inputs)
+        for index, op in enumerate(self.region.ops):
+            if not op.backward and not op.view:
+                self._run(index, available, order)
+        self._provide([v for v in self.region.outputs if v >= 0], available, order)
+        return order
+
+    def _backward(self) -> list[int]:
         """The backward's ops with the recomputations and views that they need, in running order."""
-        ops, available = self.region.ops, set(self.inputs)
-        kept = self.kept | self.free
+        order: list[int] = []
+        kept, available = self.kept | self.free, set(self.inputs)
         available.update(v for s, v in self.base.items() if s in kept and not self._is_backward(v))
-        for index, op in enumerate(ops):
-            if not op.backward:
-                continue
-            stack = [v for v in op.inputs if v not in available]
-            while stack:
-                value = stack[-1]
-                if value in available:
-                    stack.pop()
-                    continue
-                source = ops[self.producer[value]]
-                if not self._can_make_again(source, value):
-                    self._keep(value, available)
-                    if value in available:
-                        stack.pop()
-                    continue
-                missing = [v for v in self._needs(source) if v not in available]
-                if missing:
-                    stack.extend(missing)
-                    continue
+        for index, op in enumerate(self.region.ops):
+            if op.backward and not op.view:
+                self._run(index, available, order)
+        self._provide([v for v in self.region.gradients if v >= 0], available, order)
+        return order
+
+    def _run(self, index: int, available: set[int], order: list[int]) -> None:
+        op = self.region.ops[index]
+        self._provide(op.inputs, available, order)
+        order.append(index)
+        available.update(op.outputs)
+
+    def _provide(self, values: Iterable[int], available: set[int], order: list[int]) -> None:
+        """Run what makes these values available: views, and in the backward recomputations."""
+        stack = [v for v in values if v not in available]
+        while stack:
+            value = stack[-1]
+            if value in available:
                 stack.pop()
-                self.order.append(self.producer[value])
-                available.update(self._makes(source))
-            self.order.append(index)
-            available.update(op.outputs)
+                continue
+            source = self.region.ops[self.producer[value]]
+            if not self._can_make_again(source, value):
+                self._keep(value, available)
+                continue
+            missing = [v for v in self._needs(source) if v not in available]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            order.append(self.producer[value])
+            available.update(self._makes(source))
 
     def _keep(self, value: int, available: set[int]) -> None:
         """Keep the storage of a value that cannot be made again; its views are made from the base."""
@@ -103,10 +118,10 @@ class _Builder:
         op = self.region.ops[index]
         return self._needs(op) if again and not op.backward else op.inputs
 
-    def _really_kept(self) -> set[int]:
+    def _really_kept(self, backward: list[int]) -> set[int]:
         """Kept storages that the backward reads before anything makes them again."""
         read: set[int] = set()
-        for index in self.order:
+        for index in backward:
             read.update(self.storage[v] for v in self._reads(index, again=True))
         boundary = {s for s in self.outside if self.region.storages[s].kind is StorageKind.BOUNDARY}
         return ((self.kept | self.free) - self.results | boundary) & read
@@ -132,7 +147,7 @@ class _Builder:
             taken = self._taken(self.region.ops[index], dying, untouchable)
             events.append(Run(index, taken))
             gone = self.storage[taken] if taken >= 0 else -1
-            events.extend(Free(s) for s in dying if s != gone and not self._is_tangent(s))
+            events.extend(Free(s) for s in dying if s != gone)
         return tuple(events)
 
     def _taken(self, op: Op, dying: list[int], untouchable: set[int]) -> int:
@@ -146,6 +161,3 @@ class _Builder:
 
     def _is_resident(self, storage: int) -> bool:
         return self.region.storages[storage].kind is StorageKind.RESIDENT
-
-    def _is_tangent(self, storage: int) -> bool:
-        return self.region.storages[storage].kind is StorageKind.TANGENT

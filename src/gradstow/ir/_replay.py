@@ -50,15 +50,19 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: boo
     """The timeline of running ``schedule``.
 
     Bytes at a Run are what is alive before it, plus the outputs that it makes, plus the op's working
-    memory; the peak is taken with the new outputs counted. Resident storages count nothing. ``plain``
-    counts storages as plain PyTorch would have them.
+    memory; the peak is taken with the new outputs counted. Resident storages count nothing. A held
+    region's outputs live to the end; what lies between regions to the end of its last reader's forward;
+    other outputs to the end where the caller holds outputs, else to the end of the forwards. The gradient
+    of a boundary lives until the backward of the region that made the boundary starts, where the tangents
+    take over; those of the loss live to the end, since ``backward()`` itself holds them. ``plain`` counts
+    storages as plain PyTorch would have them.
     """
     walk = _Walk(graph, costs, plain)
     for r in range(len(graph.regions)):
         walk.forward(r, schedule)
     walk.reserve(graph.reserve_bytes)
     if not graph.outputs_held:
-        walk.release_all("output")
+        walk.release_all("last forward")
     for r in reversed(range(len(graph.regions))):
         walk.backward(r, schedule)
     return Timeline(tuple(walk.moments), walk.live_at_peak)
@@ -119,7 +123,9 @@ class _Walk:
             self.hold(self.key(r, storage), f"kept{r}")
         for value in region.outputs:
             if value >= 0:
-                self.hold(self.key(r, region.values[value].storage), "output")
+                key = self.key(r, region.values[value].storage)
+                between = self.last_reader.get(key, -1) > r
+                self.hold(key, "caller" if region.held else "output" if between else "last forward")
         self.release_all(f"forward{r}")
         for key, last in self.last_reader.items():
             if last == r:
@@ -128,20 +134,23 @@ class _Walk:
     def backward(self, r: int, schedule: Schedule) -> None:
         region, plan = self.graph.regions[r], schedule.regions[r]
         tangents = {self.key(r, region.values[v].storage) for v in region.tangents}
+        root = r == len(self.graph.regions) - 1 and not self.graph.reserve_bytes
         for key in tangents:
-            self.hold(key, f"tangent{r}")
-        self.release_all("boundary gradient")
+            self.hold(key, "backward()" if root else f"tangent{r}")
+        self.release_all(f"gradient for {r}")
         for event in plan.backward:
             if isinstance(event, Free):
-                self.release(self.key(r, event.storage), f"kept{r}")
-                self.release(self.key(r, event.storage), f"backward{r}")
+                for who in (f"kept{r}", f"backward{r}", f"tangent{r}"):
+                    self.release(self.key(r, event.storage), who)
             else:
                 self._run(r, event, f"backward{r}", backward=True, kept=plan.kept)
-        for value, accumulated in zip(region.gradients, region.accumulated, strict=True):
+        for value, accumulated, given in zip(region.gradients, region.accumulated, region.inputs, strict=True):
             if value < 0 or (accumulated and self.graph.grads_exist):
                 continue
             key = self.key(r, region.values[value].storage)
-            self.hold(key, "gradient" if accumulated else "boundary gradient")
+            origin = region.storages[region.values[given].storage].origin
+            target = r - 1 if origin is None else origin[0]
+            self.hold(key, "gradient" if accumulated else f"gradient for {target}")
         for who in (f"kept{r}", f"backward{r}", f"tangent{r}"):
             self.release_all(who)
 

@@ -41,8 +41,8 @@ def evaluate(problem: Problem, kept: set[int], *, reuse: bool = True) -> Outcome
     live_at_end, during = _forward(problem, kept, reuse)
     last_use = _last_uses(order, kept | problem.held)
     _backward(problem, kept, order, last_use, live_at_end, during, reuse)
-    peak_at = max(range(len(during)), key=during.__getitem__)
-    return Outcome(during[peak_at], seconds, kept, order, during, peak_at, last_use)
+    peak_at = max(range(len(during)), key=during.__getitem__, default=-1)
+    return Outcome(max(during, default=0), seconds, kept, order, during, peak_at, last_use)
 
 
 def _expand(problem: Problem, wanted: set[int]) -> tuple[list[tuple[Node, bool]], set[int], float]:
@@ -118,22 +118,19 @@ def _backward(
     during: list[int],
     reuse: bool,
 ) -> None:
-    nbytes, held, accumulated = problem.nbytes, problem.held, problem.accumulated
+    nbytes, held, stay = problem.nbytes, problem.held, problem.passing | problem.accumulated
+    tangents = {s for storages in problem.tangents.values() for s in storages}
     ends = _region_ends(order)
-    stay = set(accumulated)
-    for storages in problem.boundary_gradients.values():
-        stay.update(storages)
     dies: list[list[int]] = [[] for _ in order]
     for s, index in last_use.items():
         if s not in held and s not in stay:
             dies[index].append(s)
-    present = kept | held
+    present = kept | held | tangents
     current = -1
     for index, (node, again) in enumerate(order):
         if node.region != current:
             current = node.region
             live += sum(nbytes[s] for s in problem.tangents[current])
-            present = present | set(problem.tangents[current])
         outputs = node.again_outputs if again else node.outputs
         new = 0
         for s in outputs:
@@ -142,16 +139,15 @@ def _backward(
         extra = node.again_working if again else node.working
         if reuse:
             for s in node.overwrites:
-                if last_use[s] == index and s not in present and s not in stay:
+                if last_use.get(s) == index and s not in present and s not in stay:
                     extra -= nbytes[s]
                     break
         during.append(live + new + extra)
         live += fresh
         for s in dies[index]:
-            live -= nbytes[s] if s not in problem.tangents[current] else 0
+            live -= nbytes[s]
         if ends[current] == index:
-            live -= sum(nbytes[s] for s in problem.tangents[current])
-            live -= sum(nbytes[s] for s in set(problem.boundary_gradients[current]) if s in last_use)
+            live -= sum(nbytes[s] for s in problem.leaving.get(current, ()) if s in stay or s not in last_use)
 
 
 def _region_ends(order: list[tuple[Node, bool]]) -> dict[int, int]:

@@ -125,37 +125,32 @@ class Knapsack:
     def _fixed_bytes(self) -> list[int]:
         """Bytes alive at each backward op whatever is decided: outputs held, gradients, the op's own memory."""
         problem = self.problem
-        free = set(self.wanted)
+        tangents = {s for storages in problem.tangents.values() for s in storages}
+        gradients = {s for s, m in enumerate(problem.maker) if m < 0 and s not in problem.boundary} - problem.held
         end: dict[int, int] = {}
         for index, node in enumerate(self.order):
             for s in (*node.inputs, *node.outputs):
                 end[s] = index
         last_of_region = {n.region: i for i, n in enumerate(self.order)}
-        for r, gradients in problem.boundary_gradients.items():
-            for s in gradients:
+        for r, leaving in problem.leaving.items():
+            for s in leaving & problem.passing | {s for s in leaving if s not in end}:
                 end[s] = max(end.get(s, 0), last_of_region.get(r, 0))
         for s in problem.accumulated:
             end[s] = len(self.order)
+        dies: dict[int, list[int]] = {}
+        for s in gradients & end.keys():
+            dies.setdefault(end[s], []).append(s)
         live = sum(problem.nbytes[s] for s in problem.held)
         result, region = [], -1
         for index, node in enumerate(self.order):
             if node.region != region:
-                live -= sum(problem.nbytes[s] for s in problem.tangents.get(region, ()))
                 region = node.region
                 live += sum(problem.nbytes[s] for s in problem.tangents[region])
-            new = sum(problem.nbytes[s] for s in node.outputs)
-            saved = next((problem.nbytes[s] for s in node.overwrites if end[s] == index and self._is_gradient(s)), 0)
-            result.append(live + new + node.working - saved)
-            live += new
-            for s in {*node.inputs, *node.outputs}:
-                if end[s] == index and self._is_gradient(s) and s not in free:
-                    live -= problem.nbytes[s]
+            live += sum(problem.nbytes[s] for s in node.outputs)
+            own = (s for s in node.overwrites if end[s] == index and s in gradients and s not in tangents)
+            result.append(live + node.working - next((problem.nbytes[s] for s in own), 0))
+            live -= sum(problem.nbytes[s] for s in dies.get(index, ()))
         return result
-
-    def _is_gradient(self, s: int) -> bool:
-        problem = self.problem
-        tangent = any(s in t for t in problem.tangents.values())
-        return problem.maker[s] < 0 and s not in problem.boundary and s not in problem.held and not tangent
 
 
 class _Program:
@@ -275,8 +270,10 @@ class _Program:
         return column
 
     def solve(self, seconds: float, gap: float) -> Solution:
-        scale = 1.0 / max(max(self.cost, default=1.0), 1e-12)
         rows = self.rows
+        if not self.columns:  # the backward needs nothing from the forward
+            return Solution(set() if min(rows.limit, default=0.0) >= 0 else None, 0.0)
+        scale = 1.0 / max(*self.cost, 1e-12)
         factor = np.asarray(rows.factor)
         limit = np.asarray(rows.limit)
         # bytes and plain 0/1 rows differ by nine orders of magnitude: scale every row to its largest entry

@@ -34,16 +34,19 @@ def kept_by_policy(problem: Problem, name: str) -> set[int]:
 
 
 def narrow_points(problem: Problem) -> list[int]:
-    """Storages that alone are alive at some moment of the forward, in order: where it can be cut."""
+    """Storages that alone are alive at some moment of the forward, in order: where it can be cut.
+
+    Crumbs (statistics, counters: under 1/256 of the largest activation) do not count.
+    """
+    crumb = max((problem.nbytes[s] for n in problem.forward for s in n.outputs), default=0) // 256
     live: set[int] = set()
-    found: list[int] = []
+    found: dict[int, None] = {}
     for node, deaths in zip(problem.forward, problem.deaths, strict=True):
-        live.update(node.outputs)
+        live.update(s for s in node.outputs if problem.nbytes[s] > crumb and s not in problem.held)
         live -= deaths
-        alive = [s for s in live if s not in problem.held]
-        if len(alive) == 1 and alive[0] not in found:
-            found.append(alive[0])
-    return found
+        if len(live) == 1:
+            found.update(dict.fromkeys(live))
+    return list(found)
 
 
 def _spread(problem: Problem, points: list[int], count: int) -> list[int]:

@@ -44,7 +44,9 @@ class Problem:
         keepable: storages that can cross from the forward to the backward.
         always: storages that must be kept (boundaries, unmanaged regions).
         boundary: storages that a later region reads.
-        tangents, boundary_gradients: by region, storages that live as long as that region's backward.
+        tangents: by region, storages that are there when that region's backward starts.
+        leaving: by region, gradients and tangents that are given up, at the latest, after its backward.
+        passing: gradients that live to the end of a region's backward or longer, whoever reads them.
         names: storage → (region, storage id); ``numbers`` is the way back.
         deaths: index in ``forward`` → storages that no later forward op reads.
     """
@@ -62,7 +64,8 @@ class Problem:
     boundary: set[int] = field(default_factory=set)
     tangents: dict[int, list[int]] = field(default_factory=dict)
     accumulated: set[int] = field(default_factory=set)
-    boundary_gradients: dict[int, list[int]] = field(default_factory=dict)
+    leaving: dict[int, set[int]] = field(default_factory=dict)
+    passing: set[int] = field(default_factory=set)
     names: list[tuple[int, int]] = field(default_factory=list)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     deaths: list[set[int]] = field(default_factory=list)
@@ -95,6 +98,11 @@ def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
         _add_outputs(problem, r, region)
     for r in reversed(range(len(graph.regions))):
         _add_nodes(problem, r, graph.regions[r], costs, backward=True)
+    running = {node.region for node in problem.backward}
+    for r, region in enumerate(graph.regions):
+        _add_gradients(problem, r, region, running)
+    for node in (*problem.forward, *problem.backward):
+        node.overwrites = tuple(s for s in node.overwrites if s not in problem.boundary)
     problem.deaths = _deaths(problem)
     problem.keepable = {s for s, maker in enumerate(problem.maker) if maker >= 0}
     return problem
@@ -105,6 +113,12 @@ def _deaths(problem: Problem) -> list[set[int]]:
     for index, node in enumerate(problem.forward):
         for s in (*node.inputs, *node.outputs):
             last[s] = index
+    for r, region in enumerate(problem.graph.regions):  # what crosses is given up after its last reader's forward
+        end = sum(node.region <= r for node in problem.forward) - 1
+        for value in region.inputs:
+            crossing = _number(problem, r, region.values[value].storage)
+            if crossing is not None:
+                last[crossing] = max(last[crossing], end)
     deaths: list[set[int]] = [set() for _ in problem.forward]
     for s, index in last.items():
         if s not in problem.held and s not in problem.lasting:
@@ -121,7 +135,8 @@ def _number(problem: Problem, r: int, storage: int) -> int | None:
 def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, backward: bool) -> None:
     def numbers(values: tuple[int, ...]) -> tuple[int, ...]:
         found = (_number(problem, r, region.values[v].storage) for v in values)
-        return tuple(dict.fromkeys(n for n in found if n is not None))
+        known = [n for n in found if n is not None]
+        return tuple(dict.fromkeys(reversed(known)))[::-1]  # the last use counts, as in just_in_time
 
     for index, op in enumerate(region.ops):
         if op.view or op.backward != backward:
@@ -131,7 +146,7 @@ def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, ba
         cost = costs.run(op)
         node = Node(r, index, cost.seconds, cost.working_bytes, inputs, outputs)
         node.pinned = bool(op.pinned) or cost.how == "unknown"
-        node.overwrites = numbers(op.overwrites)
+        node.overwrites = numbers(op.overwrites) if region.managed else ()
         if not backward:
             _set_again(problem, node, op, costs, numbers)
         if not region.managed:
@@ -159,29 +174,48 @@ def _set_again(
 def _add_outputs(problem: Problem, r: int, region: Region) -> None:
     for value in region.outputs:
         number = None if value < 0 else _number(problem, r, region.values[value].storage)
-        if number is not None and region.held:
+        if number is None:
+            continue
+        read_later = _read_later(problem.graph, r, problem.names[number])
+        if region.held or (problem.graph.outputs_held and not read_later):
             problem.held.add(number)
-        elif number is not None and not _read_later(problem.graph, r, region.values[value].storage):
+        elif not read_later:
             problem.lasting.add(number)
     for value in region.inputs:
         storage = region.storages[region.values[value].storage]
         if storage.origin is not None and storage.origin in problem.numbers:
             problem.boundary.add(problem.numbers[storage.origin])
-    problem.tangents[r] = [
-        n for v in region.tangents if (n := _number(problem, r, region.values[v].storage)) is not None
-    ]
-    problem.boundary_gradients[r] = []
-    for value, accumulated in zip(region.gradients, region.accumulated, strict=True):
-        if value < 0:
-            continue
-        number = _number(problem, r, region.values[value].storage)
+
+
+def _add_gradients(problem: Problem, r: int, region: Region, running: set[int]) -> None:
+    """Tangents and gradients of a region, and when they are given up. ``running``: regions with a backward."""
+    here = next((q for q in range(r, -1, -1) if q in running), r)
+    leaving: dict[int, int] = {}
+    for value, accumulated, given in zip(region.gradients, region.accumulated, region.inputs, strict=True):
+        number = None if value < 0 else _number(problem, r, region.values[value].storage)
         if number is None:
             continue
+        problem.passing.add(number)
         if accumulated and not problem.graph.grads_exist:
             problem.accumulated.add(number)
-        else:
-            problem.boundary_gradients[r].append(number)
+            continue
+        origin = region.storages[region.values[given].storage].origin
+        target = r - 1 if accumulated or origin is None else origin[0]
+        after = next((q for q in range(target + 1, here) if q in running), here)
+        leaving[number] = min(after, leaving.get(number, here))
+    tangents = problem.tangents.setdefault(here, [])
+    root = r == len(problem.graph.regions) - 1 and not problem.graph.reserve_bytes
+    for value in region.tangents:
+        number = _number(problem, r, region.values[value].storage)
+        if number is not None and (root or r in running or number in problem.passing):
+            tangents.append(number)
+            leaving.setdefault(number, here)
+            if root:
+                problem.accumulated.add(number)  # backward() itself holds the loss's gradient
+    for number, last in leaving.items():
+        if number not in problem.accumulated:
+            problem.leaving.setdefault(last, set()).add(number)
 
 
-def _read_later(graph: StepGraph, r: int, storage: int) -> bool:
-    return any(item.origin == (r, storage) for region in graph.regions[r + 1 :] for item in region.storages)
+def _read_later(graph: StepGraph, r: int, name: tuple[int, int]) -> bool:
+    return any(item.origin == name for region in graph.regions[r + 1 :] for item in region.storages)

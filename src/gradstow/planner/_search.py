@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gradstow.planner._evaluate import Outcome, evaluate
 from gradstow.planner._knapsack import Knapsack
+from gradstow.planner._local import improve, polish
 from gradstow.planner._problem import Problem
 
 Progress = Callable[[int, int], None]
@@ -67,9 +68,12 @@ def _add_overflows(problem: Problem, outcome: Outcome, budget: int, moments: dic
         moments[moment] = moments[moment] + over[moment] if moment in moments else 0
 
 
-def minimum(problem: Problem, knapsack: Knapsack, low: int, high: int) -> Outcome | None:
-    """The smallest peak that the search reaches, to about 2 % between two known peaks."""
-    best: Outcome | None = None
+def minimum(problem: Problem, knapsack: Knapsack, everything: Outcome) -> Outcome:
+    """The outcome with the lowest peak that is found, whatever it costs in time.
+
+    It does not depend on the budget that was asked for: a budget at this peak or above it can always be met.
+    """
+    best, low, high = everything, max(knapsack.fixed, default=0), everything.peak_bytes
     while high - low > max(high // 50, 1 << 16):
         middle = (low + high) // 2
         outcome = search(problem, knapsack, middle, seconds=1.5, gap=0.1).outcome
@@ -77,4 +81,4 @@ def minimum(problem: Problem, knapsack: Knapsack, low: int, high: int) -> Outcom
             low = middle
         else:
             best, high = outcome, min(middle, outcome.peak_bytes)
-    return best
+    return polish(problem, [improve(problem, best, 0), everything], 0)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from gradstow._errors import BudgetTooSmall
 from gradstow._units import format_bytes
-from gradstow.ir import CostTable, PlanData, Schedule, StepGraph, just_in_time, replay
+from gradstow.ir import CostTable, PlanData, Schedule, StepGraph, check_schedule, just_in_time, replay
 from gradstow.planner._evaluate import Outcome, evaluate
 from gradstow.planner._knapsack import Knapsack
+from gradstow.planner._local import improve, polish
 from gradstow.planner._policies import check_policy, kept_by_policy
 from gradstow.planner._problem import Problem, build_problem
-from gradstow.planner._search import Found, minimum, search
+from gradstow.planner._search import minimum, search
 
 _ATTEMPTS = 4
 
@@ -49,6 +50,7 @@ def make_plan(
     plain = _schedule(graph, problem, everything, reuse=False)
     decision = _decide(graph, costs, problem, step_budget, policy)
     schedule = _events(graph, decision.kept, reuse=True)
+    check_schedule(graph, schedule)
     plan = kind(
         graph=graph,
         schedule=schedule,
@@ -80,34 +82,46 @@ def _decide(graph: StepGraph, costs: CostTable, problem: Problem, step_budget: i
     if replay(graph, _events(graph, kept, reuse=True), costs).peak_bytes <= step_budget:
         return Decision(kept, 0.0, {"solver": "store-all"})
     knapsack = Knapsack(problem)
-    target = step_budget
-    found = Found(None, 0.0, 0)
+    bound, target = 0.0, step_budget
     for attempt in range(_ATTEMPTS):
         found = search(problem, knapsack, target)
+        bound = bound if attempt else found.bound  # later attempts aim lower: their bounds prove nothing here
         if found.outcome is None:
             target -= step_budget // 33  # near the minimum, aiming lower sometimes lands where aiming well did not
             continue
-        kept = _by_region(problem, found.outcome.kept)
+        kept = _by_region(problem, polish(problem, [found.outcome, everything], target).kept)
         over = replay(graph, _events(graph, kept, reuse=True), costs).peak_bytes - step_budget
         if over <= 0:
             notes: dict[str, object] = {"solver": "knapsack", "rounds": found.rounds, "attempts": attempt + 1}
-            return Decision(kept, found.bound, notes)
+            return Decision(kept, bound, notes)
         target -= over  # the replay is the last word: aim lower by what it found
-    _refuse(problem, knapsack, step_budget, everything)
-    raise AssertionError("unreachable: _refuse always raises")
+    return _least(graph, costs, problem, knapsack, step_budget, everything, bound)
 
 
-def _refuse(problem: Problem, knapsack: Knapsack, step_budget: int, everything: Outcome) -> None:
-    best = minimum(problem, knapsack, step_budget, everything.peak_bytes) or everything
-    resident = problem.graph.resident.total
+def _least(
+    graph: StepGraph,
+    costs: CostTable,
+    problem: Problem,
+    knapsack: Knapsack,
+    step_budget: int,
+    everything: Outcome,
+    bound: float,
+) -> Decision:
+    """The plan of the lowest peak, where the knapsack found none that fits; refuses where that is too high."""
+    best = minimum(problem, knapsack, everything)
+    for outcome in (improve(problem, best, step_budget), best):
+        kept = _by_region(problem, outcome.kept)
+        peak = replay(graph, _events(graph, kept, reuse=True), costs).peak_bytes
+        if peak <= step_budget:
+            return Decision(kept, bound, {"solver": "local search"})
+    needed = peak + graph.resident.total
     raise BudgetTooSmall(
         f"no plan fits: the budget leaves {format_bytes(step_budget)} for the step above the "
-        f"{format_bytes(resident)} that are resident, and the smallest step peak found is "
-        f"{format_bytes(best.peak_bytes)}, set by {_culprit(problem, best)}. The smallest budget is "
-        f"{best.peak_bytes + resident} bytes ({format_bytes(best.peak_bytes + resident)}). "
-        "Give at least that, or use a smaller batch.",
-        budget_bytes=step_budget + resident,
-        minimum_bytes=best.peak_bytes + resident,
+        f"{format_bytes(graph.resident.total)} that are resident, and the smallest step peak found is "
+        f"{format_bytes(peak)}, set by {_culprit(problem, best)}. The smallest budget is "
+        f"{needed} bytes ({format_bytes(needed)}). Give at least that, or use a smaller batch.",
+        budget_bytes=step_budget + graph.resident.total,
+        minimum_bytes=needed,
     )
 
 
@@ -153,7 +167,7 @@ def _culprit(problem: Problem, outcome: Outcome) -> str:
 def _by_region(problem: Problem, kept: set[int]) -> list[set[int]]:
     """Kept storages as region-local ids; a boundary storage is kept by every region that reads it."""
     result: list[set[int]] = [set() for _ in problem.graph.regions]
-    for number in kept:
+    for number in kept | problem.held:  # what the caller holds is kept without cost
         r, storage = problem.names[number]
         result[r].add(storage)
     for r, region in enumerate(problem.graph.regions):

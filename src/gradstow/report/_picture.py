@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradstow._errors import GradstowError
-from gradstow._units import format_bytes
 
 _MIB = 2**20
 _COLOURS = ("#9a9a9a", "#1f6f8b", "#c0562f", "#5b7f3a")
@@ -49,11 +48,11 @@ def memory_picture(
     for curve, colour in zip(curves, _COLOURS * len(curves), strict=False):
         times = [seconds for seconds, _ in curve.points]
         levels = [level / _MIB for _, level in curve.points]
-        label = f"{curve.name}, peak {format_bytes(curve.peak_bytes)}"
+        label = f"{curve.name}, peak {_mib(curve.peak_bytes)}"
         axes.fill_between(times, levels, step="post", color=colour, alpha=0.18, linewidth=0)
         axes.step(times, levels, where="post", color=colour, linewidth=1.2, label=label)
     if budget_bytes is not None:
-        label = f"budget {format_bytes(budget_bytes)}"
+        label = f"budget {_mib(budget_bytes)}"
         axes.axhline(budget_bytes / _MIB, color="black", linestyle="--", linewidth=1, label=label)
     axes.set(title=title, xlabel="seconds", ylabel="MiB above what was resident")
     axes.set_xlim(left=0)
@@ -65,3 +64,8 @@ def memory_picture(
     except (OSError, ValueError) as error:
         raise GradstowError(f"the picture cannot be written to {path}: {error}.") from error
     return Path(path)
+
+
+def _mib(count: int) -> str:
+    """In the unit of the axis, and fine enough to tell a peak from its budget."""
+    return f"{count / _MIB:,.1f} MiB"

@@ -69,7 +69,7 @@ class _View:
             self.kept.update(self._key(r, s) for s in plan.schedule.regions[r].kept)
             self.crossing.update(s.origin for s in region.storages if s.origin is not None)
             self._count_reruns(r, region)
-        self.held = self._held() if plan.graph.outputs_held else set()
+        self.held = self._held()
 
     def _key(self, r: int, storage: int) -> Key:
         return self.regions[r].storages[storage].origin or (r, storage)
@@ -87,12 +87,13 @@ class _View:
                 self.again[key] = self.again.get(key, 0) + 1
 
     def _held(self) -> set[Key]:
-        """Outputs that the user's loop can still reach: of the model and the loss, not what lies between."""
-        last = max((r for r, region in enumerate(self.regions) if region.managed), default=0)
-        found = set()
+        """Outputs that the user's loop holds while the backward runs; one between two regions it never sees."""
+        found: set[Key] = set()
         for r, region in enumerate(self.regions):
             keys = {self._key(r, region.values[v].storage) for v in region.outputs if v >= 0}
-            found |= keys if r == last or not region.managed else keys - self.crossing
+            if not region.held:
+                keys = keys - self.crossing if self.plan.graph.outputs_held else set()
+            found |= keys
         return found
 
     def rows(self, r: int) -> list[Row]:

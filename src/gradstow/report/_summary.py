@@ -107,9 +107,7 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
         decisions={d: _share(rows, d) for d in DECISIONS},
         breaks=tuple(f"{b.reason} ({b.source})" if b.source else b.reason for b in graph.breaks),
         not_planned={
-            r.name: sum(not op.backward and not op.view for op in r.ops)
-            for r in graph.regions
-            if not r.managed
+            r.name: sum(not op.backward and not op.view for op in r.ops) for r in graph.regions if not r.managed
         },
         solver=dict(plan.solver),
     )

@@ -77,9 +77,7 @@ def _time(s: Summary) -> str:
 
 def _decisions(s: Summary) -> str:
     shares = [(name, share) for name, share in s.decisions.items() if share.values and name != "free"]
-    return (
-        ", ".join(f"{name} {share.values} ({format_bytes(share.nbytes)})" for name, share in shares) or "none"
-    )
+    return ", ".join(f"{name} {share.values} ({format_bytes(share.nbytes)})" for name, share in shares) or "none"
 
 
 @dataclass(frozen=True, slots=True)

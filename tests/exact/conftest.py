@@ -1,0 +1,10 @@
+"""Settings for the tests with real models."""
+
+from __future__ import annotations
+
+import logging
+
+
+def pytest_configure() -> None:
+    """Keep torch's own trace out of pytest's log capture, where writing it down takes half of the time."""
+    logging.getLogger("torch.__trace").disabled = True

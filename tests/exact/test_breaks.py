@@ -1,0 +1,55 @@
+"""Graph breaks: several graphs in one step, planned together, equal to plain, and listed."""
+
+from __future__ import annotations
+
+import pytest
+
+import gradstow as gs
+from equality import differences, tight_budget, train
+from models import BROKEN
+
+REASONS = {"break": "graph_break", "print": "builtin", "effect": "disable", "loop": "graph_break"}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_graphs_are_planned_listed_and_equal(kind: str, device: str) -> None:
+    case, batch = BROKEN[kind], BROKEN[kind].data(device)
+    plan = gs.plan(case.model(device), batch, loss=case.loss, policy="recompute-all")
+    assert sum(region.managed for region in plan.graph.regions) == {"loop": 8}.get(kind, 2)
+    assert plan.rerun_ops > 0
+    assert REASONS[kind] in "; ".join(b.reason for b in plan.graph.breaks)
+    assert REASONS[kind] in next(line for line in str(plan).splitlines() if line.startswith("graph breaks"))
+    expected = train(case.model(device), case, batch)
+    assert differences(expected, train(gs.stow(case.model(device), plan=plan), case, batch)) == []
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_graphs_at_a_tight_budget(kind: str, device: str) -> None:
+    case, batch = BROKEN[kind], BROKEN[kind].data(device)
+    resident = gs.plan(case.model(device), batch, loss=case.loss).resident_bytes
+    model = case.model(device)
+    budget = tight_budget(lambda b: gs.plan(model, batch, loss=case.loss, budget=b, keep_output=False), resident)
+    plan = gs.plan(model, batch, loss=case.loss, budget=budget, keep_output=False)
+    expected = train(case.model(device), case, batch)
+    gs.stow(model, plan=plan)
+    assert differences(expected, train(model, case, batch)) == []
+    model.zero_grad(set_to_none=True)
+    with gs.measure_peak(device) as memory:
+        case.run(model, batch).backward()
+    assert plan.resident_bytes + memory.peak_bytes <= budget
+
+
+def test_a_side_effect_happens_once_a_step(device: str) -> None:
+    case, batch = BROKEN["effect"], BROKEN["effect"].data(device)
+    model = gs.stow(case.model(device), policy="recompute-all")
+    for step in range(3):
+        case.run(model, batch).backward()
+        assert len(model.calls) == step + 1
+
+
+def test_a_graph_without_breaks_lists_none(device: str) -> None:
+    from models import CASES
+
+    case = CASES["reused"]
+    plan = gs.plan(case.model(device), case.data(device), loss=case.loss)
+    assert plan.graph.breaks == ()

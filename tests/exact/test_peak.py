@@ -1,0 +1,80 @@
+"""The measured step peak is what the plan says, and stays within the budget."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import gradstow as gs
+from equality import tight_budget
+from gradstow._stow import plan_of
+from models import Case, ConvNet, DenseNet, Loop, Transformer, cross_entropy, first_four, images, rows, token_loss
+from models import tokens
+
+MIB = 2**20
+BIG = {
+    "conv": Case(lambda: ConvNet(width=16), images(count=24, side=64), cross_entropy),
+    "densenet": Case(DenseNet, images(count=16, side=64), cross_entropy),
+    "transformer": Case(lambda: Transformer(width=64), lambda: tokens(48, 48), token_loss),
+    "loop": Case(lambda: Loop(256), rows(256, count=2048), first_four),
+}
+
+
+def measured_step(case: Case, model: object, batch: object, device: str) -> int:
+    """Step peak of the second step: the first one plans, and everything is in place."""
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with gs.measure_peak(device) as memory:
+            case.run(model, batch).backward()
+    model.zero_grad(set_to_none=True)
+    return memory.peak_bytes
+
+
+@functools.cache
+def plain_peak(name: str, device: str) -> int:
+    return measured_step(BIG[name], BIG[name].model(device), BIG[name].data(device), device)
+
+
+@functools.cache
+def smallest(name: str, device: str) -> int:
+    """A budget 5 % above the smallest step peak that the planner can meet."""
+    case, batch = BIG[name], BIG[name].data(device)
+    model = case.model(device)
+    resident = gs.plan(model, batch, loss=case.loss).resident_bytes
+    return tight_budget(lambda b: gs.plan(model, batch, loss=case.loss, budget=b, keep_output=False), resident)
+
+
+@pytest.mark.parametrize("budget", ["100%", "60%", "tight"])
+@pytest.mark.parametrize("name", BIG)
+def test_peak_is_predicted_and_within_budget(name: str, budget: str, device: str) -> None:
+    case, batch = BIG[name], BIG[name].data(device)
+    asked = smallest(name, device) if budget == "tight" else budget
+    plan = gs.plan(case.model(device), batch, loss=case.loss, budget=asked, keep_output=False)
+    peak = measured_step(case, gs.stow(case.model(device), plan=plan), batch, device)
+    plain = plain_peak(name, device)
+    assert plain >= 30 * MIB
+    assert abs(plan.plain_step_peak_bytes - plain) <= 0.03 * plain
+    assert abs(plan.predicted_step_peak_bytes - peak) <= 0.03 * peak
+    if budget == "tight":
+        assert plan.resident_bytes + peak <= asked
+        assert plan.rerun_ops > 0
+    elif budget == "60%":
+        assert peak <= 0.6 * plan.plain_step_peak_bytes
+    else:
+        assert plan.rerun_ops == 0
+        assert peak <= plain
+
+
+@pytest.mark.parametrize("name", ["conv", "transformer"])
+def test_a_budget_given_to_stow_holds_from_the_first_step_on(name: str, device: str) -> None:
+    case, batch = BIG[name], BIG[name].data(device)
+    model = gs.stow(case.model(device), "70%")
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        with gs.measure_peak(device) as memory:
+            case.run(model, batch).backward()
+        plan = plan_of(model)
+        assert plan is not None
+        assert memory.peak_bytes <= 0.7 * plan.plain_step_peak_bytes
+    assert abs(plan.plain_step_peak_bytes - plain_peak(name, device)) <= 0.05 * plain_peak(name, device)

@@ -1,0 +1,485 @@
+"""Step graphs without tensors: a sketch pad, small hand-made graphs, and random legal ones.
+
+``random_graph`` draws through ``pick(low, high)``, so that Hypothesis and ``random.Random`` can both drive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from gradstow.ir import (
+    CostTable,
+    Op,
+    OpCost,
+    Region,
+    Rerun,
+    Resident,
+    StepGraph,
+    Storage,
+    StorageKind,
+    Value,
+    check_graph,
+)
+
+MIB = 2**20
+Pick = Callable[[int, int], int]
+
+
+@dataclass
+class Sketch:
+    """One region, written op by op; every method returns value ids."""
+
+    name: str = "region 0"
+    storages: list[Storage] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    tangents: list[int] = field(default_factory=list)
+
+    def value(self, storage: int, name: str = "") -> int:
+        name = name or f"v{len(self.values)}"
+        self.values.append(Value(name, storage, (self.storages[storage].nbytes,), "uint8"))
+        return len(self.values) - 1
+
+    def new(self, nbytes: int, kind: StorageKind, name: str = "", **fields: Any) -> int:
+        self.storages.append(Storage(nbytes, kind, **fields))
+        return self.value(len(self.storages) - 1, name)
+
+    def resident(self, nbytes: int = MIB, name: str = "") -> int:
+        self.inputs.append(self.new(nbytes, StorageKind.RESIDENT, name))
+        return self.inputs[-1]
+
+    def boundary(self, nbytes: int, origin: tuple[int, int], name: str = "") -> int:
+        self.inputs.append(self.new(nbytes, StorageKind.BOUNDARY, name, origin=origin))
+        return self.inputs[-1]
+
+    def tangent(self, nbytes: int = MIB, name: str = "") -> int:
+        self.tangents.append(self.new(nbytes, StorageKind.TANGENT, name))
+        return self.tangents[-1]
+
+    def op(self, name: str, inputs: Sequence[int], sizes: Sequence[int], **fields: Any) -> tuple[int, ...]:
+        """An op that makes one new storage per size. ``again=(inputs, outputs)``: positions, -1-i for own output i."""
+        backward = fields.setdefault("backward", False)
+        kind = StorageKind.GRADIENT if backward else StorageKind.ACTIVATION
+        outputs = tuple(
+            self.new(n, kind, name if len(sizes) == 1 else f"{name}.{i}") for i, n in enumerate(sizes)
+        )
+        again = fields.pop("again", None)
+        if again is not None:
+            reads = tuple(outputs[-1 - v] if v < 0 else v for v in again[0])
+            made = tuple(outputs[i] for i in again[1])
+            fields["rerun"] = Rerun(f"{name} again", reads, made, f"{self.name} {name} again")
+        signature = f"{self.name} {name}"
+        self.ops.append(Op(name, name, tuple(inputs), outputs, signature=signature, **fields))
+        return outputs
+
+    def view(self, source: int, name: str = "", *, backward: bool = False) -> int:
+        name = name or f"view{len(self.ops)}"
+        made = self.value(self.values[source].storage, name)
+        self.ops.append(Op(name, "view", (source,), (made,), backward=backward, view=True))
+        return made
+
+    def nbytes(self, value: int) -> int:
+        return self.storages[self.values[value].storage].nbytes
+
+    def kind(self, value: int) -> StorageKind:
+        return self.storages[self.values[value].storage].kind
+
+    def done(self, outputs: Sequence[int], gradients: Mapping[int, int], **fields: Any) -> Region:
+        """The region; ``gradients`` maps inputs to their gradients; those of residents end in ``.grad``."""
+        accumulated = tuple(v in gradients and self.kind(v) is StorageKind.RESIDENT for v in self.inputs)
+        return Region(
+            name=self.name,
+            storages=tuple(self.storages),
+            values=tuple(self.values),
+            ops=tuple(self.ops),
+            inputs=tuple(self.inputs),
+            outputs=tuple(outputs),
+            tangents=tuple(self.tangents),
+            gradients=tuple(gradients.get(v, -1) for v in self.inputs),
+            **{"tangent_mask": (True,) * len(self.tangents), "accumulated": accumulated, **fields},
+        )
+
+
+def step(*regions: Region, **fields: Any) -> StepGraph:
+    """A legal StepGraph; the caller holds no outputs unless told otherwise."""
+    fields.setdefault("outputs_held", any(r.held for r in regions))
+    graph = StepGraph(regions, fields.pop("resident", Resident()), **fields)
+    check_graph(graph)
+    return graph
+
+
+def costs_of(
+    graph: StepGraph, seconds: Mapping[str, float] | None = None, working: Mapping[str, int] | None = None
+) -> CostTable:
+    """One second per op and no working memory, or what is given by op name ("bn", "bn again")."""
+    table: dict[str, OpCost] = {}
+    for region in graph.regions:
+        for op in region.ops:
+            for name, signature in ((op.name, op.signature), (f"{op.name} again", op.rerun and op.rerun.signature)):
+                if signature:
+                    table[signature] = OpCost((seconds or {}).get(name, 1.0), (working or {}).get(name, 0))
+    return CostTable(table, "cpu", 1)
+
+
+# ------------------------------------------------------------------------------------- hand-made
+
+
+def chain(length: int = 3, size: int = MIB) -> StepGraph:
+    """x → f1 → … → fn; the backward of each reads its input and its weight, as a linear layer's does."""
+    s = Sketch()
+    x = s.resident(size, "x")
+    weights = [s.resident(size, f"w{i + 1}") for i in range(length)]
+    acts = [x]
+    for i, w in enumerate(weights):
+        acts += s.op(f"f{i + 1}", (acts[-1], w), (size,))
+    grad = s.tangent(size, "t")
+    gradients: dict[int, int] = {}
+    for i in reversed(range(length)):
+        sizes = (size, size) if i else (size,)
+        *rest, gradients[weights[i]] = s.op(f"b{i + 1}", (grad, acts[i], weights[i]), sizes, backward=True)
+        grad = rest[0] if rest else grad
+    return step(s.done(acts[-1:], gradients))
+
+
+def elementwise(size: int = MIB) -> StepGraph:
+    """x → f → relu → g; relu may write over f, and its gradient over the one that arrives."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (f,) = s.op("f", (x, w), (size,))
+    (relu,) = s.op("relu", (f,), (size,), overwrites=(f,))
+    (g,) = s.op("g", (relu, w), (size,))
+    t = s.tangent(size, "t")
+    (bg,) = s.op("bg", (t, w), (size,), backward=True)
+    (brelu,) = s.op("brelu", (bg, relu), (size,), backward=True, overwrites=(bg,))
+    (bf,) = s.op("bf", (brelu, x), (size,), backward=True)
+    return step(s.done((g,), {w: bf}))
+
+
+def viewed(size: int = MIB) -> StepGraph:
+    """x → f → view → g; the backward of g reads the view."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (f,) = s.op("f", (x, w), (size,))
+    seen = s.view(f, "seen")
+    (g,) = s.op("g", (seen, w), (size,))
+    t = s.tangent(size, "t")
+    (bg, bw) = s.op("bg", (t, seen, w), (size, size), backward=True)
+    flat = s.view(bw, "flat", backward=True)
+    (bf,) = s.op("bf", (bg, x), (size,), backward=True)
+    (total,) = s.op("add", (bf, flat), (size,), backward=True, overwrites=(bf,))
+    return step(s.done((g,), {w: total}))
+
+
+def diamond(size: int = MIB) -> StepGraph:
+    """x → f → (g, h) → sum; both branches read f again in the backward."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (f,) = s.op("f", (x, w), (size,))
+    (g,) = s.op("g", (f,), (2 * size,))
+    (h,) = s.op("h", (f,), (2 * size,))
+    (total,) = s.op("sum", (g, h), (size,))
+    t = s.tangent(size, "t")
+    (bh,) = s.op("bh", (t, h, f), (size,), backward=True)
+    (bg,) = s.op("bg", (t, g, f), (size,), backward=True)
+    (both,) = s.op("add", (bg, bh), (size,), backward=True, overwrites=(bg, bh))
+    (bf,) = s.op("bf", (both, x), (size,), backward=True)
+    return step(s.done((total,), {w: bf}))
+
+
+def multi_output(size: int = MIB) -> StepGraph:
+    """x → pool (values and indices) → g; the backward reads the indices only."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (f,) = s.op("f", (x, w), (4 * size,))
+    pooled, indices = s.op("pool", (f,), (size, 2 * size))
+    (g,) = s.op("g", (pooled, w), (size,))
+    t = s.tangent(size, "t")
+    (bg,) = s.op("bg", (t, w), (size,), backward=True)
+    (bpool,) = s.op("bpool", (bg, indices), (4 * size,), backward=True)
+    (bf,) = s.op("bf", (bpool, x), (size,), backward=True)
+    return step(s.done((g,), {w: bf}))
+
+
+def batch_norm(size: int = MIB) -> StepGraph:
+    """x → f → bn (output, mean, deviation; writes its buffer) → g; bn is made again from f and its statistics."""
+    s = Sketch()
+    x, w, running = s.resident(size, "x"), s.resident(size, "w"), s.resident(64, "running")
+    (f,) = s.op("f", (x, w), (size,))
+    y, mean, deviation = s.op(
+        "bn", (f, running), (size, 64, 64), writes=(s.values[running].storage,), again=((f, -2, -3), (0,))
+    )
+    (g,) = s.op("g", (y, w), (size,))
+    t = s.tangent(size, "t")
+    bg, bw = s.op("bg", (t, y, w), (size, size), backward=True)
+    (bbn,) = s.op("bbn", (bg, f, mean, deviation), (size,), backward=True)
+    (bf,) = s.op("bf", (bbn, x), (size,), backward=True)
+    (total,) = s.op("add", (bw, bf), (size,), backward=True)
+    return step(s.done((g,), {w: total}))
+
+
+def dropout(size: int = MIB) -> StepGraph:
+    """x → f → (random mask) mul → g; the backward reads the mask and the product."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (f,) = s.op("f", (x, w), (size,))
+    (mask,) = s.op("bernoulli", (f,), (size // 4,), pinned="draws random numbers")
+    (mul,) = s.op("mul", (f, mask), (size,), overwrites=(f,))
+    (g,) = s.op("g", (mul, w), (size,))
+    t = s.tangent(size, "t")
+    bg, bw = s.op("bg", (t, mul, w), (size, size), backward=True)
+    (bmul,) = s.op("bmul", (bg, mask), (size,), backward=True, overwrites=(bg,))
+    (bf,) = s.op("bf", (bmul, x), (size,), backward=True)
+    (total,) = s.op("add", (bw, bf), (size,), backward=True, overwrites=(bw, bf))
+    return step(s.done((g,), {w: total}))
+
+
+def two_regions_and_loss(size: int = MIB, *, held: bool = True) -> StepGraph:
+    """Two managed regions of two ops each, the second reading the first's output, and a loss outside the model."""
+    first = Sketch("region 0")
+    x, w = first.resident(size, "x"), first.resident(size, "w")
+    (f,) = first.op("f", (x, w), (size,))
+    (g,) = first.op("g", (f,), (size,))
+    t = first.tangent(size, "t")
+    (bg,) = first.op("bg", (t, f), (size,), backward=True)
+    (bf,) = first.op("bf", (bg, x), (size,), backward=True)
+    one = first.done((g,), {w: bf})
+
+    second = Sketch("region 1")
+    g1, v = second.boundary(size, (0, first.values[g].storage), "g"), second.resident(size, "v")
+    (h,) = second.op("h", (g1, v), (size,))
+    (k,) = second.op("k", (h,), (3 * size,))
+    t = second.tangent(3 * size, "t")
+    (bk,) = second.op("bk", (t, h), (size,), backward=True)
+    bg1, bv = second.op("bh", (bk, g1, v), (size, size), backward=True)
+    two = second.done((k,), {g1: bg1, v: bv}, held=held)
+
+    loss = Sketch("loss")
+    k2 = loss.boundary(3 * size, (1, second.values[k].storage), "k")
+    (soft,) = loss.op("softmax", (k2,), (3 * size,))
+    (mean,) = loss.op("mean", (soft,), (4,))
+    t = loss.tangent(4, "t")
+    (bmean,) = loss.op("bmean", (t, soft), (3 * size,), backward=True)
+    (bsoft,) = loss.op("bsoftmax", (bmean, soft), (3 * size,), backward=True, overwrites=(bmean,))
+    three = loss.done((mean,), {k2: bsoft}, held=held, managed=False)
+    return step(one, two, three)
+
+
+HAND_MADE: dict[str, Callable[[], StepGraph]] = {
+    "chain": chain,
+    "elementwise": elementwise,
+    "viewed": viewed,
+    "diamond": diamond,
+    "multi_output": multi_output,
+    "batch_norm": batch_norm,
+    "dropout": dropout,
+    "two_regions_and_loss": two_regions_and_loss,
+}
+
+
+# ---------------------------------------------------------------------------------------- random
+
+
+@dataclass
+class _Grower:
+    """Grows one random region: a forward, and a backward that has the shape of its derivative."""
+
+    pick: Pick
+    sketch: Sketch
+    unit: int
+    pool: list[int] = field(default_factory=list)
+    grads: dict[int, int] = field(default_factory=dict)
+    made: int = 0
+
+    def chance(self, percent: int) -> bool:
+        return self.pick(1, 100) > 100 - percent
+
+    def size(self) -> int:
+        return self.unit * self.pick(1, 4) + (self.pick(0, 3) if self.unit < 1024 else 0)
+
+    def some(self, values: Sequence[int], most: int) -> list[int]:
+        """Up to ``most`` of the values, the last ones more often."""
+        chosen: list[int] = []
+        for _ in range(min(most, len(values))):
+            back = min(self.pick(0, len(values) - 1), self.pick(0, len(values) - 1))
+            value = values[len(values) - 1 - back]
+            if value not in chosen:
+                chosen.append(value)
+        return chosen
+
+    def name(self, kind: str) -> str:
+        self.made += 1
+        return f"{kind}{self.made}"
+
+    # -- forward
+
+    def forward(self, ops: int) -> None:
+        s = self.sketch
+        for _ in range(ops):
+            sources = self.some(self.pool, self.pick(1, 2))
+            if self.chance(50):
+                sources = list(dict.fromkeys([self.pool[-1], *sources]))
+            kinds = (self._plain, self._plain, self._plain, self._elementwise, self._elementwise, self._several)
+            kind = [*kinds, self._view, self._pinned, self._again][self.pick(0, 8)]
+            self.pool += kind(s, sources)
+
+    def _plain(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
+        return s.op(self.name("op"), sources, (self.size(),))
+
+    def _elementwise(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
+        size = s.nbytes(sources[0])
+        over = tuple(v for v in sources if s.nbytes(v) == size)
+        return s.op(self.name("elementwise"), sources, (size,), overwrites=over)
+
+    def _several(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
+        return s.op(self.name("several"), sources, [self.size() for _ in range(self.pick(2, 3))])
+
+    def _view(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
+        return (s.view(sources[0], self.name("view")),)
+
+    def _pinned(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
+        return s.op(self.name("pinned"), sources, (self.size(),), pinned="draws random numbers")
+
+    def _again(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
+        form = self.pick(0, 2)
+        again = (((sources[0], -2, -3), (0,)), ((sources[0],), (0, 1, 2)), (tuple(sources), (0, 1)))[form]
+        sizes = (self.size(), self.size(), self.size())
+        return s.op(self.name("norm"), sources, sizes, again=again)
+
+    # -- backward
+
+    def backward(self, outputs: Sequence[int]) -> tuple[bool, ...]:
+        """Returns the tangent mask."""
+        s = self.sketch
+        forward = list(s.ops)
+        targets = [v for v in outputs if v >= 0 and s.kind(v) is StorageKind.ACTIVATION]
+        mask = [self.chance(80) for _ in targets]
+        if targets and not any(mask):
+            mask[-1] = not self.chance(10)
+        for v, arrives in zip(targets, mask, strict=True):
+            if arrives:
+                self._give(v, s.tangent(s.nbytes(v)))
+        for op in reversed(forward):
+            arriving = list(dict.fromkeys(self.grads[v] for v in op.outputs if v in self.grads))
+            if arriving:
+                self._derive(op, arriving)
+        if s.tangents and self.chance(20):
+            s.view(s.tangents[0], self.name("unread"), backward=True)
+        return tuple(mask)
+
+    def _derive(self, op: Op, arriving: list[int]) -> None:
+        s = self.sketch
+        targets = [v for v in op.inputs if s.kind(v) is not StorageKind.RESIDENT or self.chance(70)]
+        if op.view:
+            for v in targets:
+                self._give(v, s.view(arriving[0], self.name("bview"), backward=True))
+            return
+        saved = self.some([*self.pool, *op.inputs, *op.outputs], self.pick(0, 3))
+        saved = [s.view(v, self.name("bview"), backward=True) if self.chance(20) else v for v in saved]
+        if saved and self.chance(10):
+            saved += s.op(self.name("formula"), saved[:1], (self.size(),), backward=True)
+        if not targets:
+            return
+        if self.chance(25):
+            made = s.op(self.name("back"), (*arriving, *saved), [s.nbytes(v) for v in targets], backward=True)
+            for v, grad in zip(targets, made, strict=True):
+                self._give(v, grad)
+            return
+        for v in targets:
+            same = [g for g in arriving if s.nbytes(g) == s.nbytes(v)]
+            if same and self.chance(15):
+                self._give(v, same[0])
+                continue
+            over = tuple(same) if self.chance(50) else ()
+            reads = (*arriving, *saved)
+            self._give(v, *s.op(self.name("back"), reads, (s.nbytes(v),), backward=True, overwrites=over))
+
+    def _give(self, value: int, grad: int) -> None:
+        """One more gradient for a value: the first as it is, later ones added."""
+        s, before = self.sketch, self.grads.get(value)
+        if before is None or before == grad:
+            self.grads[value] = grad
+            return
+        over = tuple(g for g in (before, grad) if s.nbytes(g) == s.nbytes(value))
+        (total,) = s.op(self.name("add"), (before, grad), (s.nbytes(value),), backward=True, overwrites=over)
+        self.grads[value] = total
+
+    def gradients(self) -> dict[int, int]:
+        return {v: self.grads[v] for v in self.sketch.inputs if v in self.grads}
+
+
+def _grow(pick: Pick, before: Sequence[Region], ops: int, unit: int, *, plain_sizes: bool) -> Region:
+    """One more region after ``before``, reading outputs of earlier ones."""
+    s = Sketch(f"region {len(before)}")
+    g = _Grower(pick, s, unit)
+    g.pool = [s.resident(g.size()) for _ in range(pick(1, 2))]
+    for r, region in enumerate(before):
+        crossing = {region.values[v].storage for v in region.outputs if v >= 0}
+        for storage in sorted(crossing):
+            item = region.storages[storage]
+            if item.kind is StorageKind.ACTIVATION and (r == len(before) - 1 or g.chance(30)):
+                g.pool.append(s.boundary(item.nbytes, (r, storage)))
+    g.forward(pick(1, ops))
+    last = next((v for v in reversed(g.pool) if s.kind(v) is StorageKind.ACTIVATION), g.pool[-1])
+    outputs = list(dict.fromkeys([*(v for v in g.pool if g.chance(12)), last]))
+    mask = g.backward(outputs)
+    if plain_sizes:
+        for i, item in enumerate(s.storages):
+            if item.kind is StorageKind.ACTIVATION and g.chance(20):
+                s.storages[i] = replace(item, plain_nbytes=g.size())
+    return s.done([*outputs, -1] if g.chance(10) else outputs, g.gradients(), tangent_mask=mask)
+
+
+def random_graph(
+    pick: Pick, *, regions: int = 1, ops: int = 7, unit: int = 100, loss: bool = True, plain_sizes: bool = True
+) -> StepGraph:
+    """A legal graph of up to so many regions of up to so many forward ops each."""
+    grown: list[Region] = []
+    for _ in range(pick(1, regions)):
+        grown.append(_grow(pick, grown, ops, unit, plain_sizes=plain_sizes))
+    outputs_held, last = bool(pick(0, 1)), len(grown) - 1
+    if loss and regions > 1 and pick(0, 1):
+        region = _grow(pick, grown, 2, unit, plain_sizes=False)
+        grown.append(replace(region, name="loss", managed=False))
+    grown = [replace(r, held=outputs_held and i >= last) for i, r in enumerate(grown)]
+    return step(
+        *grown,
+        outputs_held=outputs_held,
+        reserve_bytes=pick(0, 1) * unit * pick(1, 6),
+        grads_exist=bool(pick(0, 1)),
+        resident=Resident(parameters=pick(0, 9) * unit),
+    )
+
+
+def random_costs(pick: Pick, graph: StepGraph, *, unit: int = 100) -> CostTable:
+    """A cost for every signature: 1 to 100 ms, some with working memory."""
+    table: dict[str, OpCost] = {}
+    for region in graph.regions:
+        for op in region.ops:
+            for signature in (op.signature, "" if op.rerun is None else op.rerun.signature):
+                if signature:
+                    table[signature] = OpCost(pick(1, 100) / 1000, max(pick(-4, 4), 0) * unit)
+    return CostTable(table, "cpu", 1)
+
+
+@st.composite
+def graphs_and_costs(draw: st.DrawFn, **limits: Any) -> tuple[StepGraph, CostTable]:
+    """Strategy: a random legal graph with its costs; ``limits`` as for ``random_graph``."""
+    pick = _picker(draw)
+    graph = random_graph(pick, **limits)
+    return graph, random_costs(pick, graph, unit=limits.get("unit", 100))
+
+
+@st.composite
+def kept_sets(draw: st.DrawFn, storages: frozenset[int]) -> set[int]:
+    """Strategy: any subset."""
+    pick = _picker(draw)
+    return {s for s in sorted(storages) if pick(0, 1)}
+
+
+def _picker(draw: st.DrawFn) -> Pick:
+    return lambda low, high: draw(st.integers(low, high))
