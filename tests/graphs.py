@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from gradstow.ir import (
     CostTable,
+    Event,
+    Free,
     Op,
     OpCost,
     Region,
     Rerun,
     Resident,
+    Run,
     StepGraph,
     Storage,
     StorageKind,
@@ -65,9 +68,7 @@ class Sketch:
         """An op that makes one new storage per size. ``again=(inputs, outputs)``: positions, -1-i for own output i."""
         backward = fields.setdefault("backward", False)
         kind = StorageKind.GRADIENT if backward else StorageKind.ACTIVATION
-        outputs = tuple(
-            self.new(n, kind, name if len(sizes) == 1 else f"{name}.{i}") for i, n in enumerate(sizes)
-        )
+        outputs = tuple(self.new(n, kind, name if len(sizes) == 1 else f"{name}.{i}") for i, n in enumerate(sizes))
         again = fields.pop("again", None)
         if again is not None:
             reads = tuple(outputs[-1 - v] if v < 0 else v for v in again[0])
@@ -124,6 +125,46 @@ def costs_of(
                 if signature:
                     table[signature] = OpCost((seconds or {}).get(name, 1.0), (working or {}).get(name, 0))
     return CostTable(table, "cpu", 1)
+
+
+def script(region: Region, text: str) -> tuple[Event, ...]:
+    """Events by name: ``f`` runs op f, ``relu<f`` lets it take over value f, ``-f`` frees value f's storage."""
+    ops = {op.name: i for i, op in enumerate(region.ops)}
+    values = {v.name: i for i, v in enumerate(region.values)}
+    events: list[Event] = []
+    for word in text.split():
+        name, _, taken = word.partition("<")
+        if word.startswith("-"):
+            events.append(Free(region.values[values[word[1:]]].storage))
+        else:
+            events.append(Run(ops[name], values[taken] if taken else -1))
+    return tuple(events)
+
+
+def storages_of(region: Region, *names: str) -> tuple[int, ...]:
+    """Storage ids by the names of values on them."""
+    found = {v.name: v.storage for v in region.values}
+    return tuple(found[name] for name in names)
+
+
+def with_region(graph: StepGraph, r: int, **fields: Any) -> StepGraph:
+    """The graph with some fields of one region changed; not checked."""
+    regions = list(graph.regions)
+    regions[r] = replace(regions[r], **fields)
+    return replace(graph, regions=tuple(regions))
+
+
+def with_op(graph: StepGraph, r: int, name: str, **fields: Any) -> StepGraph:
+    """The graph with some fields of one op changed; not checked."""
+    ops = tuple(replace(op, **fields) if op.name == name else op for op in graph.regions[r].ops)
+    return with_region(graph, r, ops=ops)
+
+
+def with_storage(graph: StepGraph, r: int, storage: int, **fields: Any) -> StepGraph:
+    """The graph with some fields of one storage changed; not checked."""
+    storages = list(graph.regions[r].storages)
+    storages[storage] = replace(storages[storage], **fields)
+    return with_region(graph, r, storages=tuple(storages))
 
 
 # ------------------------------------------------------------------------------------- hand-made

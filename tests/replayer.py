@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from gradstow.ir import CostTable, Free, Run, Schedule, StepGraph, StorageKind
 
 Key = tuple[int, int]
-FOREVER = math.inf
+OVER, FOREVER = 10**12, math.inf  # the tick when backward() returns, and never
 
 
 @dataclass
@@ -133,7 +133,8 @@ class Ledger:
         now, end = self.backward[r]
         last = self._gradients_end(r)
         root = r == len(self.graph.regions) - 1 and not self.graph.reserve_bytes
-        last |= dict.fromkeys(self.on(r, region.tangents) if root else (), FOREVER)
+        for s in self.on(r, region.tangents) if root else ():
+            last[s] = max(last.get(s, 0), OVER)
         alive = {s: Block(self.nbytes((r, s)), 2 * now) for s in self.on(r, region.tangents)}
         self.blocks += alive.values()
         for event in plan.backward:
@@ -180,6 +181,10 @@ class Ledger:
     def during(self) -> list[int]:
         """Live bytes while each op runs, its working memory included."""
         return [self.alive(2 * m) + extra for m, extra in enumerate(self.working)]
+
+    def end(self) -> int:
+        """Live bytes when the step is over: gradients, and outputs that the caller holds."""
+        return self.alive(OVER)
 
     def after(self) -> list[int]:
         """Live bytes after each op, before anything is given back."""

@@ -33,7 +33,6 @@ def _batch_norm_apply(
     return torch.ops.aten._native_batch_norm_legit_no_training.default(x, alpha, bias, mean, one, 0.0, 0.0)[0]
 
 
-
 def _keep_mask(x: torch.Tensor, keep: float) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.bool).bernoulli_(keep)
 

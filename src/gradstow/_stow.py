@@ -238,7 +238,7 @@ class _Stowed:
             cause = inner_error(error)
             if isinstance(cause, GradstowError):
                 _make_plain(module)
-                raise cause from None
+                raise cause from cause.__cause__
             raise
         except KeyboardInterrupt:
             _make_plain(module)

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("importlinter", reason="import-linter is in the dev extra")
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-FILES = ["_errors", "_units", "_signature", "_ops", "errors", "_api", "_stow", "_verify", "__main__"]
+FILES = ["_errors", "_units", "_signature", "_ops", "errors", "_plan", "_api", "_stow", "_verify", "__main__"]
 ROOMS = ["actions", "capture", "cli", "cost", "distributed", "execute", "integrations", "ir", "layers"]
 ROOMS += ["planner", "report", "train"]
 ALLOWED = [
@@ -37,6 +37,8 @@ ALLOWED = [
     ("_api", "report"),
     ("_api", "_stow"),
     ("_stow", "capture"),
+    ("_stow", "_plan"),
+    ("_plan", "report"),
     ("_verify", "_stow"),
     ("train", "_api"),
     ("train", "layers"),
@@ -66,6 +68,7 @@ FORBIDDEN = [
     ("layers", "_signature"),
     ("ir", "layers"),
     ("_api", "train"),
+    ("_plan", "_stow"),
     ("train", "cli"),
     ("cli", "integrations"),
 ]

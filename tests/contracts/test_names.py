@@ -70,12 +70,7 @@ def test_plan_stays_the_function_when_the_planner_is_loaded() -> None:
 def test_type_checkers_see_the_same_homes() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    seen = {
-        alias.name: node.module
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen == {**gradstow._HOMES, "errors": "gradstow"}
 
 

@@ -20,9 +20,7 @@ import gradstow
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-FENCE = re.compile(
-    r"^(?P<skip><!-- not run: [^\n]+ -->\s*\n)?```(?P<language>[a-z]*)\n(?P<body>.*?)^```$", re.M | re.S
-)
+FENCE = re.compile(r"^(?P<skip><!-- not run: [^\n]+ -->\s*\n)?```(?P<language>[a-z]*)\n(?P<body>.*?)^```$", re.M | re.S)
 MAKE = re.compile(r"^(?:\$ )?make ([a-z][\w-]*)", re.M)
 COMMAND = re.compile(r"^(?:\$ )?(?:\.venv/bin/)?(?:python3? -m )?gradstow ([a-z][\w-]*)", re.M)
 PREAMBLE = """

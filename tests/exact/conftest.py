@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from gradstow.ir import CostTable, OpCost
 
 
-def pytest_configure() -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _no_trace_log() -> None:
     """Keep torch's own trace out of pytest's log capture, where writing it down takes half of the time."""
     logging.getLogger("torch.__trace").disabled = True
+
+
+@pytest.fixture()
+def guessed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op costs the same: for tests in which only the numbers matter, and timing ops takes longest."""
+
+    def guess(
+        signatures: Iterable[str], device: str, _limit: int, _progress: Callable[[int, int], None]
+    ) -> CostTable:
+        return CostTable({text: OpCost(1e-5) for text in signatures}, device)
+
+    monkeypatch.setattr("gradstow._stow.measured_costs", guess)

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 import gradstow as gs
 from models import CASES, Case
 
+pytestmark = pytest.mark.usefixtures("guessed_costs")
+
 
 class Calls(TorchDispatchMode):
     """Counts calls by op; ``work`` without views, ``random`` only what draws random numbers."""

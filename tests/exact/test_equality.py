@@ -12,6 +12,8 @@ from equality import Seen, assert_trains_as_plain, differences, plain_copy, trai
 from gradstow.planner import make_plan
 from models import CASES, Case
 
+pytestmark = pytest.mark.usefixtures("guessed_costs")
+
 REFUSED = {"lstm": "LSTM", "gru": "GRU", "norm2d-no-momentum": "cannot be rehearsed"}
 PLANNED = [name for name in CASES if name not in REFUSED]
 WITH_ALL_POLICIES = ("conv", "transformer", "densenet", "norm2d-double", "in-place", "scattered")

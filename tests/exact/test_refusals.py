@@ -18,6 +18,8 @@ from gradstow._stow import is_stowed
 from gradstow.errors import BudgetError, BudgetTooSmall, CaptureError, GradstowError, PolicyError, StalePlan
 from models import BROKEN, CASES, Case, ConvNet, Frozen, InPlace, images, rows, squares
 
+pytestmark = pytest.mark.usefixtures("guessed_costs")
+
 CONV, REUSED = CASES["conv"], CASES["reused"]
 
 

@@ -16,6 +16,8 @@ from gradstow.capture import OutputRef
 from gradstow.capture._rerun import RerunCall
 from models import CASES, Case, rows, squares
 
+pytestmark = pytest.mark.usefixtures("guessed_costs")
+
 CONV = CASES["conv"]
 
 

@@ -128,8 +128,6 @@ def compile_settings() -> Iterator[None]:
     with (
         torch._dynamo.config.patch(**dynamo),
         # the backward runs outside of the user's autocast block, as PyTorch asks for; inside, it is refused
-        torch._functorch.config.patch(
-            donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"
-        ),
+        torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"),
     ):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,7 +66,9 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
             ) from error
 
 
-def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: Callable[[], tuple[GraphBreak, ...]]) -> StepGraph:
+def _rehearse(
+    model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: Callable[[], tuple[GraphBreak, ...]]
+) -> StepGraph:
     twin = fakes.model(model)
     recorder = Recorder({storage_key(p): n for n, p in twin.named_parameters() if p.requires_grad}, device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
@@ -301,6 +304,9 @@ def _first_line(error: BaseException) -> str:
     """What went wrong first, where torch wrapped it."""
     while error.__cause__ is not None:
         error = error.__cause__
+    inner = re.search(r"got (\w+)\((['\"])(.*)\2\)$", str(error), re.MULTILINE)  # torch quotes it in its own
+    if inner is not None:
+        return f"{inner[1]}: {inner[3]}"
     return f"{type(error).__name__}: {_first_line_of(str(error))}"
 
 

@@ -34,9 +34,13 @@ class Fakes:
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         if id(real) not in self._memo:
-            twin: torch.Tensor = self.mode.from_tensor(real)
+            twin: torch.Tensor = self.mode.from_tensor(real if real.grad_fn is None else real.detach())
             if isinstance(real, torch.nn.Parameter):
                 twin = torch.nn.Parameter(twin, requires_grad=real.requires_grad)
+            elif real.grad_fn is not None:  # made by code outside of the model, which the rehearsal ends at
+                with self.mode, torch.enable_grad():
+                    leaf = twin.requires_grad_()
+                    twin = leaf.view_as(leaf)
             self._memo[id(real)] = twin
             self._alive.append(real)
         return self._memo[id(real)]

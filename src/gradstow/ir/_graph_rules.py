@@ -130,7 +130,7 @@ def _one_maker(graph: StepGraph, r: int) -> Iterator[str]:
         read = {region.values[v].storage for v in op.inputs}
         for v in op.outputs:
             storage = region.values[v].storage
-            if storage in maker and storage not in read:
+            if maker.get(storage, index) != index and storage not in read:
                 yield f"storage {storage}, made by op {maker[storage]} and by {op_name(region, index)},"
             maker.setdefault(storage, index)
 

@@ -77,11 +77,10 @@ class PlanData:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Gradients and working memory while ``optimizer.step`` runs, above ``resident_bytes``."""
+        """Gradients, held outputs and working memory while ``optimizer.step`` runs, above ``resident_bytes``."""
         if not self.graph.optimizer_peak_bytes:
             return 0
-        gradients = 0 if self.graph.grads_exist else self.timeline.moments[-1].after_bytes
-        return gradients + self.graph.optimizer_peak_bytes
+        return self.timeline.end_bytes + self.graph.optimizer_peak_bytes
 
     @property
     def predicted_seconds(self) -> float:

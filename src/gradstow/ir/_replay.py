@@ -24,10 +24,16 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Every moment of the step in order; all bytes are above what was resident at its start."""
+    """Every moment of the step in order; all bytes are above what was resident at its start.
+
+    Attributes:
+        live_at_peak: (region, storage) of what is alive at the moment of the peak.
+        end_bytes: alive after the backward: gradients, and outputs that the caller holds.
+    """
 
     moments: tuple[Moment, ...]
-    live_at_peak: tuple[tuple[int, int], ...]  # (region, storage), of the moment of the peak
+    live_at_peak: tuple[tuple[int, int], ...]
+    end_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -65,7 +71,8 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: boo
         walk.release_all("last forward")
     for r in reversed(range(len(graph.regions))):
         walk.backward(r, schedule)
-    return Timeline(tuple(walk.moments), walk.live_at_peak)
+    walk.release_all("backward()")
+    return Timeline(tuple(walk.moments), walk.live_at_peak, walk.live)
 
 
 Key = tuple[int, int]

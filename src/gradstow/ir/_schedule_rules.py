@@ -21,7 +21,7 @@ class _Step:
         again: a forward op that runs in the backward.
         absent: values that it reads and that are not there.
         gone: values that it reads of a storage that was given back.
-        alive: whether the storage that it frees or takes over was there.
+        alive: whether the storage that it frees was there.
     """
 
     event: Event
@@ -34,9 +34,13 @@ class _Step:
 
 @dataclass(slots=True)
 class Followed:
-    """A region's events, followed: each step, and the values that are there after each part."""
+    """A region's events, followed: each step, and the values that are there after each part.
+
+    ``held`` are storages of outputs that the caller holds while the backward runs.
+    """
 
     region: Region
+    held: set[int]
     plan: RegionSchedule
     steps: list[_Step]
     after_forward: set[int]
@@ -73,7 +77,6 @@ class _Part:
         step.gone = [v for v in missing if self.storage[v] in self.freed]
         step.absent = [v for v in missing if self.storage[v] not in self.freed]
         if event.reuse >= 0:
-            step.alive = self.storage[event.reuse] in self.alive
             self._free(self.storage[event.reuse])
         for v in outputs:
             if not (again and not op.view and self.storage[v] in self.kept):  # beside the kept one, and dropped
@@ -88,14 +91,13 @@ class _Part:
         self.freed.add(storage)
 
 
-def follow(region: Region, plan: RegionSchedule) -> Followed:
+def follow(region: Region, plan: RegionSchedule, held: set[int]) -> Followed:
     forward = _Part(region, set(region.inputs), set(), backward=False)
     steps = [forward.follow(event) for event in plan.forward]
     kept = set(plan.kept)
-    held = {region.values[v].storage for v in region.outputs if v >= 0} if region.held else set()
     backward = _Part(region, _at_backward_start(region, kept), kept | held, backward=True)
     steps += [backward.follow(event) for event in plan.backward]
-    return Followed(region, plan, steps, forward.there, backward.there)
+    return Followed(region, held, plan, steps, forward.there, backward.there)
 
 
 def _at_backward_start(region: Region, kept: set[int]) -> set[int]:
@@ -210,7 +212,7 @@ def _reuses(f: Followed) -> Iterator[str]:
     outputs = {region.values[v].storage for v in region.outputs if v >= 0}
     gradients = {region.values[v].storage for v in region.gradients if v >= 0}
     kept = set(f.plan.kept)
-    stay = {False: kept | outputs, True: kept | gradients | (outputs if region.held else set())}
+    stay = {False: kept | outputs, True: kept | gradients | f.held}
     for step in f.steps:
         if not isinstance(step.event, Run) or step.event.reuse < 0:
             continue
@@ -221,7 +223,7 @@ def _reuses(f: Followed) -> Iterator[str]:
         made = region.values[op.outputs[0]].storage if op.outputs else -1
         same = made >= 0 and region.storages[made].nbytes == region.storages[taken].nbytes
         fresh = not (step.backward and made in kept)
-        if not (allowed and own and same and fresh and step.alive) or taken in stay[step.backward]:
+        if not (allowed and own and same and fresh) or taken in stay[step.backward]:
             yield f"{step.event} over storage {taken} ({kind.value})"
 
 

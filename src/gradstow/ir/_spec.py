@@ -49,7 +49,17 @@ def check_schedule(graph: StepGraph, schedule: Schedule) -> None:
     for r, (region, plan) in enumerate(zip(graph.regions, schedule.regions, strict=True)):
         for offender in broken_ids(region, plan):
             raise SpecError("ids", r, offender, "ids are positions in the region's tables")
-        followed = follow(region, plan)
+        followed = follow(region, plan, _held(graph, r))
         for name, rule in SCHEDULE_RULES.items():
             for offender in rule.broken(followed):
                 raise SpecError(name, r, offender, rule.says)
+
+
+def _held(graph: StepGraph, r: int) -> set[int]:
+    """Storages of a region's outputs that the caller holds while the backward runs."""
+    region = graph.regions[r]
+    outputs = {region.values[v].storage for v in region.outputs if v >= 0}
+    if region.held:
+        return outputs
+    later = {s.origin for other in graph.regions[r + 1 :] for s in other.storages}
+    return {s for s in outputs if graph.outputs_held and (region.storages[s].origin or (r, s)) not in later}

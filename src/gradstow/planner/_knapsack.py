@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from gradstow.planner._problem import Problem
 
@@ -270,6 +268,10 @@ class _Program:
         return column
 
     def solve(self, seconds: float, gap: float) -> Solution:
+        # imported here: scipy takes 90 MiB, which a process that only runs a ready plan must not pay
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+
         rows = self.rows
         if not self.columns:  # the backward needs nothing from the forward
             return Solution(set() if min(rows.limit, default=0.0) >= 0 else None, 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradstow.planner._evaluate import Outcome, evaluate
 from gradstow.planner._knapsack import Knapsack
-from gradstow.planner._local import improve, polish
+from gradstow.planner._local import improve
 from gradstow.planner._problem import Problem
 
 Progress = Callable[[int, int], None]
@@ -81,4 +81,4 @@ def minimum(problem: Problem, knapsack: Knapsack, everything: Outcome) -> Outcom
             low = middle
         else:
             best, high = outcome, min(middle, outcome.peak_bytes)
-    return polish(problem, [improve(problem, best, 0), everything], 0)
+    return improve(problem, best, 0)

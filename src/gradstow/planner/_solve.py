@@ -10,7 +10,7 @@ from gradstow._units import format_bytes
 from gradstow.ir import CostTable, PlanData, Schedule, StepGraph, check_schedule, just_in_time, replay
 from gradstow.planner._evaluate import Outcome, evaluate
 from gradstow.planner._knapsack import Knapsack
-from gradstow.planner._local import improve, polish
+from gradstow.planner._local import improve, is_small
 from gradstow.planner._policies import check_policy, kept_by_policy
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._search import minimum, search
@@ -89,7 +89,8 @@ def _decide(graph: StepGraph, costs: CostTable, problem: Problem, step_budget: i
         if found.outcome is None:
             target -= step_budget // 33  # near the minimum, aiming lower sometimes lands where aiming well did not
             continue
-        kept = _by_region(problem, polish(problem, [found.outcome, everything], target).kept)
+        outcome = improve(problem, found.outcome, target) if is_small(problem) else found.outcome
+        kept = _by_region(problem, outcome.kept)
         over = replay(graph, _events(graph, kept, reuse=True), costs).peak_bytes - step_budget
         if over <= 0:
             notes: dict[str, object] = {"solver": "knapsack", "rounds": found.rounds, "attempts": attempt + 1}

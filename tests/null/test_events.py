@@ -1,0 +1,205 @@
+"""The exact events that ``just_in_time`` writes on small graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from gradstow.ir import Free, RegionSchedule, Run, StepGraph, just_in_time
+from graphs import (
+    HAND_MADE,
+    batch_norm,
+    chain,
+    diamond,
+    dropout,
+    elementwise,
+    multi_output,
+    script,
+    step,
+    storages_of,
+    two_regions_and_loss,
+    viewed,
+    with_op,
+    with_region,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Events that are expected, by name; ``kept`` is what comes out where ``asked`` went in."""
+
+    graph: StepGraph
+    asked: tuple[str, ...]
+    kept: tuple[str, ...]
+    forward: str
+    backward: str
+    region: int = 0
+
+    def expected(self) -> RegionSchedule:
+        region = self.graph.regions[self.region]
+        kept = tuple(sorted(storages_of(region, *self.kept)))
+        return RegionSchedule(kept, script(region, self.forward), script(region, self.backward))
+
+
+LOSS = two_regions_and_loss()
+CASES = {
+    "chain, nothing kept": Case(
+        chain(), (), (), "f1 f2 -f1 f3 -f2", "f1 f2 b3 -f2 -t b2 -f1 -b3.0 b1 -b2.0"
+    ),
+    "chain, the first kept": Case(
+        chain(), ("f1",), ("f1",), "f1 f2 f3 -f2", "f2 b3 -f2 -t b2 -f1 -b3.0 b1 -b2.0"
+    ),
+    "chain, the second kept": Case(
+        chain(), ("f2",), ("f2",), "f1 f2 -f1 f3", "b3 -t -f2 f1 b2 -b3.0 -f1 b1 -b2.0"
+    ),
+    "chain, all kept": Case(
+        chain(), ("f1", "f2"), ("f1", "f2"), "f1 f2 f3", "b3 -t -f2 b2 -b3.0 -f1 b1 -b2.0"
+    ),
+    "the output is not kept where the backward does not read it": Case(
+        chain(2), ("f1", "f2"), ("f1",), "f1 f2", "b2 -t -f1 b1 -b2.0"
+    ),
+    "weights and gradients are never kept": Case(
+        chain(2), ("x", "w1", "w2", "t", "b1", "f1"), ("f1",), "f1 f2", "b2 -t -f1 b1 -b2.0"
+    ),
+    "relu writes over its input, its gradient over the one that arrives": Case(
+        elementwise(), ("relu",), ("relu",), "f relu<f g", "bg -t brelu<bg -relu bf -brelu"
+    ),
+    "nothing writes over what is kept": Case(
+        with_op(elementwise(), 0, "brelu", inputs=(6, 3, 2)),
+        ("f", "relu"),
+        ("f", "relu"),
+        "f relu g",
+        "bg -t brelu<bg -relu -f bf -brelu",
+    ),
+    "a recomputation writes over a recomputed input": Case(
+        elementwise(), (), (), "f relu<f g -relu", "bg -t f relu<f brelu<bg -relu bf -brelu"
+    ),
+    "a view runs again from what its storage was made as": Case(
+        viewed(), ("f",), ("f",), "f seen g", "seen bg -t -f bf -bg.0 flat add<bf -bg.1"
+    ),
+    "a view of what is made again": Case(
+        viewed(), (), (), "f seen g -f", "f seen bg -t -f bf -bg.0 flat add<bf -bg.1"
+    ),
+    "both branches of a diamond share one rerun": Case(
+        diamond(), (), (), "f g h -f sum -g -h", "f h bh -h g bg -t -g -f add<bg -bh bf -add"
+    ),
+    "a rerun for one output drops the other at once": Case(
+        multi_output(), (), (), "f pool -f -pool.1 g -pool.0", "bg -t f pool -f -pool.0 bpool -bg -pool.1 bf -bpool"
+    ),
+    "BatchNorm is made again by its form, from the kept statistics": Case(
+        batch_norm(),
+        ("f",),
+        ("f", "bn.1", "bn.2"),
+        "f bn g -bn.0",
+        "bn bg -t -bn.0 bbn -bg.0 -f -bn.1 -bn.2 bf -bbn add -bg.1 -bf",
+    ),
+    "a pinned op is kept though nobody asked": Case(
+        dropout(),
+        ("mul",),
+        ("bernoulli", "mul"),
+        "f bernoulli mul<f g",
+        "bg -t -mul bmul<bg.0 -bernoulli bf -bmul add<bg.1 -bf",
+    ),
+    "around a pinned op the rest is made again": Case(
+        dropout(),
+        (),
+        ("bernoulli",),
+        "f bernoulli mul<f g -mul",
+        "f mul<f bg -t -mul bmul<bg.0 -bernoulli bf -bmul add<bg.1 -bf",
+    ),
+    "a region's output stays for the next one": Case(LOSS, (), (), "f g -f", "f bg -t -f bf -bg"),
+    "a boundary that the backward reads is kept though nobody asked": Case(
+        LOSS, ("h",), ("g", "h"), "h k", "bk -t -h bh -bk -g", region=1
+    ),
+    "the loss keeps everything": Case(
+        LOSS, ("softmax",), ("softmax",), "softmax mean", "bmean -t bsoftmax -softmax -bmean", region=2
+    ),
+}  # fmt: skip
+
+
+def same(got: RegionSchedule, expected: RegionSchedule) -> bool:
+    """Equal but for the order of what is given back after one and the same op."""
+    return got.kept == expected.kept and all(
+        _grouped(a) == _grouped(b) for a, b in ((got.forward, expected.forward), (got.backward, expected.backward))
+    )
+
+
+def _grouped(events: tuple[Run | Free, ...]) -> list[tuple[Run | None, set[int]]]:
+    groups: list[tuple[Run | None, set[int]]] = [(None, set())]
+    for event in events:
+        if isinstance(event, Run):
+            groups.append((event, set()))
+        else:
+            assert event.storage not in groups[-1][1]
+            groups[-1][1].add(event.storage)
+    return groups
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_events(name: str) -> None:
+    case = CASES[name]
+    region = case.graph.regions[case.region]
+    got = just_in_time(region, storages_of(region, *case.asked))
+    assert same(got, case.expected()), got
+
+
+def test_the_comparison_sees_a_difference() -> None:
+    expected = CASES["chain, the first kept"].expected()
+    assert same(expected, expected)
+    for other in (
+        replace(expected, kept=()),
+        replace(expected, forward=expected.forward[:-1]),
+        replace(expected, backward=expected.backward[::-1]),
+        replace(expected, backward=(Run(0, 4), *expected.backward[1:])),
+        replace(expected, backward=(*expected.backward, Free(0))),
+    ):
+        assert not same(expected, other)
+
+
+def test_a_tuple_to_the_last_event() -> None:
+    region = chain().regions[0]
+    f1, f2, t, b3, b2 = storages_of(region, "f1", "f2", "t", "b3.0", "b2.0")
+    assert just_in_time(region, {f1}) == RegionSchedule(
+        kept=(f1,),
+        forward=(Run(0), Run(1), Run(2), Free(f2)),
+        backward=(Run(1), Run(3), Free(f2), Free(t), Run(4), Free(f1), Free(b3), Run(5), Free(b2)),
+    )
+
+
+def test_without_reuse_nothing_is_written_over() -> None:
+    for make in HAND_MADE.values():
+        for region in make().regions:
+            plan = just_in_time(region, (), reuse=False)
+            assert all(e.reuse == -1 for e in (*plan.forward, *plan.backward) if isinstance(e, Run))
+
+
+def test_an_unmanaged_region_writes_over_nothing() -> None:
+    region = with_region(elementwise(), 0, managed=False).regions[0]
+    plan = just_in_time(region, range(len(region.storages)))
+    assert all(e.reuse == -1 for e in (*plan.forward, *plan.backward) if isinstance(e, Run))
+
+
+def test_outputs_that_the_caller_holds_are_kept_without_being_asked_for() -> None:
+    graph = with_op(chain(2), 0, "b2", inputs=(5, 3, 4, 2))  # reads f2 as well
+    f1, f2 = storages_of(graph.regions[0], "f1", "f2")
+    assert just_in_time(graph.regions[0], {f1}).kept == (f1,)
+    held = step(replace(graph.regions[0], held=True))
+    assert just_in_time(held.regions[0], {f1}).kept == (f1, f2)
+
+
+def test_an_input_that_is_handed_out_is_not_kept() -> None:
+    graph = chain(2)
+    x = graph.regions[0].inputs[0]
+    region = replace(graph.regions[0], outputs=(*graph.regions[0].outputs, x), held=True)
+    assert storages_of(region, "x")[0] not in just_in_time(region, range(len(region.storages))).kept
+
+
+def test_views_that_nobody_reads_do_not_run() -> None:
+    graph = viewed()
+    region = replace(graph.regions[0], ops=tuple(
+        replace(op, inputs=tuple(2 if v == 3 else v for v in op.inputs)) for op in graph.regions[0].ops
+    ))  # fmt: skip
+    plan = just_in_time(region, storages_of(region, "f"))
+    assert plan.forward == script(region, "f g")
+    assert script(region, "seen")[0] not in plan.backward
