@@ -62,9 +62,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.equal(a, b)
 
 
-def assert_trains_as_plain(
-    model: torch.nn.Module, case: Case, batch: Any, twin: torch.nn.Module | None = None
-) -> None:
+def assert_trains_as_plain(model: torch.nn.Module, case: Case, batch: Any, twin: torch.nn.Module | None = None) -> None:
     """One step of ``model`` equals one plain step of a copy of it, taken before it (or of ``twin``)."""
     twin = plain_copy(model) if twin is None else twin
     assert differences(train(twin, case, batch, 1), train(model, case, batch, 1)) == []

@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-batch = (torch.randn(64, 32), torch.randint(0, 10, (64,)))
+blocks = [m for _ in range(4) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+batch = (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
 loader = [batch, batch]
 optimizer = opt = torch.optim.SGD(model.parameters(), lr=0.1)
 

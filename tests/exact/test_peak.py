@@ -9,8 +9,19 @@ import pytest
 import gradstow as gs
 from equality import tight_budget
 from gradstow._stow import plan_of
-from models import Case, ConvNet, DenseNet, Loop, Transformer, cross_entropy, first_four, images, rows, token_loss
-from models import tokens
+from models import (
+    Case,
+    ConvNet,
+    DenseNet,
+    Loop,
+    Transformer,
+    cross_entropy,
+    first_four,
+    images,
+    rows,
+    token_loss,
+    tokens,
+)
 
 MIB = 2**20
 BIG = {
