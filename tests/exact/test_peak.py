@@ -12,7 +12,6 @@ from gradstow._stow import plan_of
 from models import (
     Case,
     ConvNet,
-    DenseNet,
     Loop,
     Transformer,
     cross_entropy,
@@ -26,8 +25,7 @@ from models import (
 MIB = 2**20
 BIG = {
     "conv": Case(lambda: ConvNet(width=16), images(count=24, side=64), cross_entropy),
-    "densenet": Case(DenseNet, images(count=16, side=64), cross_entropy),
-    "transformer": Case(lambda: Transformer(width=64), lambda: tokens(48, 48), token_loss),
+    "transformer": Case(lambda: Transformer(width=64, layers=1), lambda: tokens(96, 48), token_loss),
     "loop": Case(lambda: Loop(256), rows(256, count=2048), first_four),
 }
 
