@@ -310,6 +310,31 @@ def two_regions_and_loss(size: int = MIB, *, held: bool = True) -> StepGraph:
     return step(one, two, three)
 
 
+def read_twice(size: int = MIB) -> StepGraph:
+    """The backward reads a as a view and as itself, with b between: what is made again first depends on that."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (a,) = s.op("a", (x,), (size,))
+    (b,) = s.op("b", (w,), (3 * size,))
+    (out,) = s.op("out", (a, b), (size,))
+    t = s.tangent(size, "t")
+    seen = s.view(a, "seen", backward=True)
+    (back,) = s.op("back", (t, seen, b, a), (size,), backward=True)
+    return step(s.done((out,), {w: back}))
+
+
+def shared_gradient(size: int = MIB) -> StepGraph:
+    """A gradient that is handed out and also added to another one: it may not be written over."""
+    s = Sketch()
+    x, y = s.resident(size, "x"), s.resident(size, "y")
+    (f,) = s.op("f", (x, y), (size,))
+    t = s.tangent(size, "t")
+    (gy,) = s.op("by", (t, f), (size,), backward=True)
+    (gx,) = s.op("bx", (gy, t), (size,), backward=True, overwrites=(gy,))
+    (more,) = s.op("more", (gx, x), (size,), backward=True)
+    return step(s.done((f,), {x: more, y: gy}))
+
+
 HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "chain": chain,
     "elementwise": elementwise,
@@ -318,6 +343,8 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "multi_output": multi_output,
     "batch_norm": batch_norm,
     "dropout": dropout,
+    "read_twice": read_twice,
+    "shared_gradient": shared_gradient,
     "two_regions_and_loss": two_regions_and_loss,
 }
 

@@ -271,12 +271,22 @@ class Frozen(ConvNet):
             parameter.requires_grad_(False)
 
 
+class Notes:
+    """A side effect: counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
 class Broken(nn.Module):
     """A graph break of some kind between two layers."""
 
     def __init__(self, kind: str, features: int = 16) -> None:
         super().__init__()
-        self.kind, self.calls = kind, []
+        self.kind, self.calls = kind, Notes()
         self.first, self.last = nn.Linear(features, features), nn.Linear(features, 4)
         self.inner = nn.Sequential(nn.Linear(features, 2 * features), nn.ReLU(), nn.Dropout(0.2))
         self.outer = nn.Sequential(nn.Linear(2 * features, features), nn.Tanh())
@@ -320,9 +330,24 @@ class Loop(nn.Module):
         return x
 
 
+class Skipped(nn.Module):
+    """A graph break in a loop's own body: Dynamo runs the whole frame outside of any graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.layer = Cut(256), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        for _ in range(2):
+            x = self.layer(x).exp().sin()
+            torch._dynamo.graph_break()
+        return x
+
+
 @torch._dynamo.disable
-def note(calls: list[int]) -> None:
-    calls.append(len(calls))
+def note(calls: Notes) -> None:
+    calls.add()
 
 
 def dropout_case(p: float) -> Case:
@@ -341,9 +366,9 @@ CASES = {
     ),
     "conv-frozen": Case(Frozen, images(), cross_entropy),
     "conv-autocast": Case(ConvNet, images(), cross_entropy, autocast=torch.bfloat16),
-    "transformer": Case(Transformer, tokens, token_loss),
+    "transformer": Case(lambda: Transformer(layers=1), tokens, token_loss),
     "transformer-autocast": Case(lambda: Transformer(layers=1), tokens, token_loss, autocast=torch.bfloat16),
-    "transformer-checkpoint": Case(lambda: Transformer(saves=True), tokens, token_loss),
+    "transformer-checkpoint": Case(lambda: Transformer(layers=1, saves=True), tokens, token_loss),
     "densenet": Case(DenseNet, images(), cross_entropy),
     "dropout-0": dropout_case(0.0),
     "dropout-0.1": dropout_case(0.1),
@@ -373,5 +398,12 @@ def first_four(output: Tensor, batch: Any) -> Tensor:
     return F.mse_loss(output[:, :4], batch[1])
 
 
-BROKEN = {kind: Case(lambda kind=kind: Broken(kind), rows(), squares) for kind in ("break", "print", "effect")}
-BROKEN["loop"] = Case(Loop, rows(), first_four)
+def broken_cases(features: int = 16, count: int = 8) -> dict[str, Case]:
+    batch = rows(features, count=count)
+    cases = {
+        kind: Case(lambda kind=kind: Broken(kind, features), batch, squares) for kind in ("break", "print", "effect")
+    }
+    return cases | {"loop": Case(lambda: Loop(features), batch, first_four)}
+
+
+BROKEN = broken_cases()

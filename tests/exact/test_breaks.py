@@ -6,7 +6,7 @@ import pytest
 
 import gradstow as gs
 from equality import differences, tight_budget, train
-from models import BROKEN
+from models import BROKEN, CASES, Case, Skipped, broken_cases, first_four, rows
 
 REASONS = {"break": "graph_break", "print": "builtin", "effect": "disable", "loop": "graph_break"}
 
@@ -25,7 +25,8 @@ def test_broken_graphs_are_planned_listed_and_equal(kind: str, device: str) -> N
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken_graphs_at_a_tight_budget(kind: str, device: str) -> None:
-    case, batch = BROKEN[kind], BROKEN[kind].data(device)
+    case = broken_cases(features=64, count=512)[kind]
+    batch = case.data(device)
     resident = gs.plan(case.model(device), batch, loss=case.loss).resident_bytes
     model = case.model(device)
     budget = tight_budget(lambda b: gs.plan(model, batch, loss=case.loss, budget=b, keep_output=False), resident)
@@ -44,12 +45,26 @@ def test_a_side_effect_happens_once_a_step(device: str) -> None:
     model = gs.stow(case.model(device), policy="recompute-all")
     for step in range(3):
         case.run(model, batch).backward()
-        assert len(model.calls) == step + 1
+        assert model.calls.count == step + 1
 
 
 def test_a_graph_without_breaks_lists_none(device: str) -> None:
-    from models import CASES
-
     case = CASES["reused"]
     plan = gs.plan(case.model(device), case.data(device), loss=case.loss)
     assert plan.graph.breaks == ()
+
+
+@pytest.mark.xfail(strict=True, reason="ops that Dynamo leaves outside of any graph are not counted yet")
+def test_code_outside_of_any_graph_is_counted_or_refused(device: str) -> None:
+    case = Case(Skipped, rows(256, count=2048), first_four)
+    batch = case.data(device)
+    try:
+        plan = gs.plan(case.model(device), batch, loss=case.loss, keep_output=False)
+    except gs.errors.CaptureError:
+        return
+    model = gs.stow(case.model(device), plan=plan)
+    case.run(model, batch).backward()
+    model.zero_grad(set_to_none=True)
+    with gs.measure_peak(device) as memory:
+        case.run(model, batch).backward()
+    assert memory.peak_bytes <= 1.03 * plan.predicted_step_peak_bytes

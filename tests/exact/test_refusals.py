@@ -16,7 +16,7 @@ import gradstow as gs
 from equality import assert_trains_as_plain, differences, plain_copy, train
 from gradstow._stow import is_stowed
 from gradstow.errors import BudgetError, BudgetTooSmall, CaptureError, GradstowError, PolicyError, StalePlan
-from models import BROKEN, CASES, Case, ConvNet, Frozen, InPlace, images, rows, squares
+from models import BROKEN, CASES, Case, ConvNet, Frozen, InPlace, Notes, images, rows, squares
 
 pytestmark = pytest.mark.usefixtures("guessed_costs")
 
@@ -342,20 +342,20 @@ def test_an_interrupt_in_the_forward_leaves_a_plain_model(device: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             case.run(model, batch)
         assert not is_stowed(model)
-        model.calls = []
+        model.calls = Notes()
         assert_trains_as_plain(model, case, batch, plain_copy(model))
 
 
-class _Interrupting(list[int]):
-    """A list that raises KeyboardInterrupt when it grows beyond ``limit``; copies share the count."""
+class _Interrupting(Notes):
+    """Raises KeyboardInterrupt beyond ``limit``; copies share the count."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.limit, self.seen = limit, [0]
+        self.limit = limit
 
-    def append(self, item: int) -> None:
-        self.seen[0] += 1
-        if self.seen[0] > self.limit:
+    def add(self) -> None:
+        super().add()
+        if self.count > self.limit:
             raise KeyboardInterrupt
 
     def __deepcopy__(self, memo: Any) -> _Interrupting:

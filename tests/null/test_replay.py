@@ -68,6 +68,14 @@ def test_a_chain_by_hand() -> None:
     assert (again.seconds, again.recompute_seconds) == (8.0, 2.0)
 
 
+def test_what_is_alive_at_the_peak() -> None:
+    graph = elementwise()  # the peak of 3 MiB comes three times: the first counts
+    timeline = replay(graph, plan(graph), costs_of(graph))
+    assert timeline.peak_index == 3
+    alive = storages_of(graph.regions[0], "relu", "t", "bg")
+    assert set(timeline.live_at_peak) == {(0, s) for s in alive}
+
+
 def test_the_peak_counts_the_new_output() -> None:
     graph = chain(1)
     assert during(replay(graph, plan(graph), costs_of(graph))) == [1, 2]

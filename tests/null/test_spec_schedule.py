@@ -32,6 +32,7 @@ from graphs import (
     storages_of,
     two_regions_and_loss,
     viewed,
+    with_op,
     with_region,
 )
 
@@ -103,6 +104,8 @@ BROKEN: dict[str, list[Case]] = {
         Case(batch_norm(), backward="f bn bg bbn bf add", kept=["bn.1"]),
         Case(batch_norm(), backward="bg bbn bf add", kept=[*BN_KEPT, "f"]),
         Case(two_regions_and_loss(), backward="bk bh", kept=["h"], region=1),
+        Case(viewed(), backward="f seen -f f bg bf flat add"),
+        Case(held(with_op(chain(2), 0, "b2", inputs=(5, 3, 4, 2))), backward="f2 b2 b1", kept=["f1"]),
     ],
     "frees": [
         Case(chain(), "f1 f2 -f1 -f1 f3", kept=["f2"]),
@@ -121,6 +124,7 @@ BROKEN: dict[str, list[Case]] = {
         Case(elementwise(), backward="bg<t brelu bf", kept=["relu"]),
         Case(output_read(), "f relu<f g", kept=["relu"]),
         Case(held(elementwise()), backward="bg brelu<g bf", kept=["relu"]),
+        Case(elementwise(), backward="bg f relu<f brelu<bg bf", kept=["relu"]),
     ],
     "kept": [
         Case(chain(), kept=["f1", "f2", "w1"]),

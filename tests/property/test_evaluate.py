@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from gradstow.planner._evaluate import Outcome, evaluate
 from gradstow.planner._local import improve, is_small
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._solve import _by_region, _events
-from graphs import graphs_and_costs, random_costs, random_graph
+from graphs import HAND_MADE, MIB, costs_of, graphs_and_costs, random_costs, random_graph
 
 
 def kept_of(problem: Problem, seed: int) -> set[int]:
@@ -24,10 +25,13 @@ def kept_of(problem: Problem, seed: int) -> set[int]:
     return {s for s in sorted(problem.keepable) if chooser.random() < share}
 
 
-def followed(graph: StepGraph, costs: CostTable, seed: int, reuse: bool) -> tuple[Outcome, list[int], float, int]:
+def followed(
+    graph: StepGraph, costs: CostTable, kept: int | set[int], reuse: bool
+) -> tuple[Outcome, list[int], float, int]:
     """What evaluate says; and of the replay the bytes while each op but a view runs, the seconds, the peak."""
     problem = build_problem(graph, costs)
-    outcome = evaluate(problem, kept_of(problem, seed), reuse=reuse)
+    kept = kept if isinstance(kept, set) else kept_of(problem, kept)
+    outcome = evaluate(problem, kept, reuse=reuse)
     schedule = _events(graph, _by_region(problem, outcome.kept), reuse=reuse)
     check_schedule(graph, schedule)
     timeline = replay(graph, schedule, costs)
@@ -57,6 +61,16 @@ def test_one_region_is_exact(drawn: tuple[StepGraph, CostTable], seed: int, reus
 @given(graphs_and_costs(regions=4), st.integers(0, 2**32), st.booleans())
 def test_several_regions_are_never_underestimated(drawn: tuple[StepGraph, CostTable], seed: int, reuse: bool) -> None:
     assert covers(*followed(*drawn, seed, reuse))
+
+
+@pytest.mark.parametrize("name", HAND_MADE)
+@pytest.mark.parametrize("reuse", [True, False])
+def test_hand_made_graphs_are_exact(name: str, reuse: bool) -> None:
+    graph = HAND_MADE[name]()
+    costs = costs_of(graph, {"a": 0.5}, {"a": 5 * MIB, "g": 7})
+    storages = build_problem(graph, costs).keepable
+    for kept in ({s for s in storages if s % 2}, {s for s in storages if not s % 2}, set(), set(storages)):
+        assert same(*followed(graph, costs, kept, reuse))
 
 
 def test_several_regions_are_mostly_exact() -> None:
