@@ -272,7 +272,7 @@ def _run_key(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]
         any(p.grad is not None for p in module.parameters()),
         tuple(p.requires_grad for p in module.parameters()),
         tuple(m.training for m in module.modules()),
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        autocast_state(device),
     )
 
 

@@ -16,7 +16,7 @@ from gradstow.planner._evaluate import Outcome, evaluate
 from gradstow.planner._local import improve, is_small
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._solve import _by_region, _events
-from graphs import HAND_MADE, MIB, costs_of, graphs_and_costs, random_costs, random_graph
+from graphs import HAND_MADE, MIB, costs_of, graphs_and_costs, random_costs, random_graph, with_region
 
 
 def kept_of(problem: Problem, seed: int) -> set[int]:
@@ -71,6 +71,12 @@ def test_hand_made_graphs_are_exact(name: str, reuse: bool) -> None:
     storages = build_problem(graph, costs).keepable
     for kept in ({s for s in storages if s % 2}, {s for s in storages if not s % 2}, set(), set(storages)):
         assert same(*followed(graph, costs, kept, reuse))
+
+
+@pytest.mark.parametrize("name", ["elementwise", "dropout", "batch_norm", "shared_gradient"])
+def test_unmanaged_regions_write_over_nothing(name: str) -> None:
+    graph = with_region(HAND_MADE[name](), 0, managed=False)
+    assert same(*followed(graph, costs_of(graph), set(), True))
 
 
 def test_several_regions_are_mostly_exact() -> None:

@@ -85,7 +85,11 @@ def _rehearse(
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
     last = max(i for i, r in enumerate(recorder.order) if r.compiled.managed)
-    joints = [_describe(i, r, device, held=step.outputs_held and (i >= last)) for i, r in enumerate(recorder.order)]
+    joints = [
+        # the loss itself is always held: backward() is called on it
+        _describe(i, r, device, held=i > last or (i == last and step.outputs_held))
+        for i, r in enumerate(recorder.order)
+    ]
     return StepGraph(
         regions=_with_origins([j.region for j in joints], recorder.order),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
