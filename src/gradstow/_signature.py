@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from gradstow._ops import VERSION as OPS_VERSION  # the import registers the operators that a target may name
+
 
 class _Unencodable(TypeError):
     """The call holds something that has no canonical text."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gradstow._signature import OPS_VERSION
 from gradstow.cost._machine import device_name
 from gradstow.cost._measure import fits, measure
 from gradstow.ir import CostTable, OpCost
@@ -56,6 +57,7 @@ def _key(device: str) -> dict[str, Any]:
         "format": _FORMAT,
         "device": device_name(device),
         "torch": torch.__version__,
+        "ops": OPS_VERSION,
         "threads": torch.get_num_threads(),
         # These change which kernels run, and so both seconds and working memory.
         "settings": [
