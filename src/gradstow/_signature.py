@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from gradstow._ops import VERSION as OPS_VERSION  # the import registers the operators that a target may name
+import gradstow._ops as ops  # importing it registers the operators that a target may name
+
+OPS_VERSION = ops.VERSION
 
 
 class _Unencodable(TypeError):

@@ -94,9 +94,7 @@ def test_device_arguments_go_to_meta() -> None:
     assert call.run().device.type == "meta"
 
 
-@pytest.mark.parametrize(
-    "signature", ["", "{", "null", "[]", '["aten.nothing.default",[],{}]', '["mm",[],{}]']
-)
+@pytest.mark.parametrize("signature", ["", "{", "null", "[]", '["aten.nothing.default",[],{}]', '["mm",[],{}]'])
 def test_what_cannot_be_decoded_is_unknown(signature: str) -> None:
     with pytest.raises(Undecodable):
         sizes(signature)
@@ -151,9 +149,7 @@ def test_in_place_ops_and_views_make_nothing(device: str) -> None:
 
 def test_batch_norm_with_running_statistics_runs(device: str) -> None:
     stats = [meta(16) for _ in range(4)]
-    found = cost_of(
-        sign("aten._native_batch_norm_legit.default", meta(4, 16, 8, 8), *stats, True, 0.1, 1e-5), device
-    )
+    found = cost_of(sign("aten._native_batch_norm_legit.default", meta(4, 16, 8, 8), *stats, True, 0.1, 1e-5), device)
     assert found.how == "measured"
     assert found.seconds > 0
 
