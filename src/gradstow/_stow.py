@@ -264,6 +264,10 @@ def autocast_state(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+# Dynamo does not notice a hook that is added to code which it has compiled: another hook is another run.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def _run_key(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """All that makes another graph or another peak: layouts, flags, existing gradients, autocast."""
     device = device_of(module)
@@ -273,6 +277,7 @@ def _run_key(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]
         tuple(p.requires_grad for p in module.parameters()),
         tuple(m.training for m in module.modules()),
         autocast_state(device),
+        tuple(id(hook) for m in module.modules() for name in _HOOKS for hook in getattr(m, name).values()),
     )
 
 

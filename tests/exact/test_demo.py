@@ -177,6 +177,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a suite that runs in the background ignores SIGINT, and its children would too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -192,7 +194,7 @@ def test_an_interrupted_demo_leaves_no_child(kind: signal.Signals, tmp_path: Pat
             children = psutil.Process(process.pid).children()
             time.sleep(0.05)
         process.send_signal(kind)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     assert children

@@ -16,7 +16,7 @@ from gradstow.planner._evaluate import Outcome, evaluate
 from gradstow.planner._local import improve, is_small
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._solve import _by_region, _events
-from graphs import HAND_MADE, MIB, costs_of, graphs_and_costs, random_costs, random_graph, with_region
+from graphs import HAND_MADE, MIB, chain, costs_of, graphs_and_costs, random_costs, random_graph, with_op, with_region
 
 
 def kept_of(problem: Problem, seed: int) -> set[int]:
@@ -71,6 +71,15 @@ def test_hand_made_graphs_are_exact(name: str, reuse: bool) -> None:
     storages = build_problem(graph, costs).keepable
     for kept in ({s for s in storages if s % 2}, {s for s in storages if not s % 2}, set(), set(storages)):
         assert same(*followed(graph, costs, kept, reuse))
+
+
+def test_an_output_that_the_caller_holds_is_kept_for_nothing() -> None:
+    """Also where the region as a whole is not held: its other outputs may lie between regions."""
+    graph = with_op(chain(2), 0, "b2", inputs=(5, 3, 4, 2))  # reads the output as well
+    graph = replace(graph, outputs_held=True)
+    outcome, *rest = followed(graph, costs_of(graph), set(), True)
+    assert same(outcome, *rest)
+    assert outcome.seconds == 1.0, "only f1 is made again"
 
 
 @pytest.mark.parametrize("name", ["elementwise", "dropout", "batch_norm", "shared_gradient"])

@@ -146,7 +146,7 @@ class PlanData:
             if meta["sha256"] != _digest(body.strip()):
                 raise ValueError("its checksum does not fit its content")
             return cls.from_json(json.loads(body))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StalePlan(f"{source} cannot be used: {error}. Plan again with gs.plan and save it.") from error
 
 
