@@ -1,6 +1,6 @@
 """torch → StepGraph. With ``execute`` the only room that may use private torch APIs."""
 
-from gradstow.capture._backend import aot, boxed, compile_settings, fresh_function
+from gradstow.capture._backend import aot, boxed, call_module, compile_settings, fresh_function
 from gradstow.capture._capture import (
     Step,
     batch_signature,
@@ -25,6 +25,7 @@ __all__ = [
     "batch_signature",
     "boxed",
     "build_region",
+    "call_module",
     "capture",
     "check_loss",
     "compile_settings",

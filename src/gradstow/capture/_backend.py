@@ -90,6 +90,11 @@ def boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
+def call_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """What is compiled, in the rehearsal and in the real step: the module's call, hooks included."""
+    return module._call_impl(*args, **kwargs)
+
+
 def fresh_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """A twin with a code object of its own, so that Dynamo's caches of two models never mix."""
     assert isinstance(function, types.FunctionType)

@@ -13,11 +13,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gradstow._errors import CaptureError, GradstowError
-from gradstow.capture._backend import compile_settings, fresh_function
+from gradstow.capture._backend import call_module, compile_settings, fresh_function
 from gradstow.capture._fake_memory import FakeMemory
 from gradstow.capture._fakes import Fakes, same_randomness
 from gradstow.capture._normalize import normalize
-from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
+from gradstow.capture._region import JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import Recorder, RegionRecord, storage_key
 from gradstow.ir import GraphBreak, Region, Resident, StepGraph
 
@@ -73,7 +73,7 @@ def _rehearse(
     recorder = Recorder({storage_key(p): n for n, p in twin.named_parameters() if p.requires_grad}, device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
     with fakes.mode:
-        compiled = recorder.compile(fresh_function(_call_forward))
+        compiled = recorder.compile(fresh_function(call_module))
         rehearsed = _Rehearsed(compiled, twin)
         output = step.call(rehearsed, inputs)
         reserve = _run_loss(recorder, step, output, batch)
@@ -128,10 +128,6 @@ class _Rehearsed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._twin, name)
-
-
-def _call_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
 
 
 def _run_loss(recorder: Recorder, step: Step, output: Any, batch: Any) -> int:
@@ -317,6 +313,3 @@ def _first_line(error: BaseException) -> str:
 def _first_line_of(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0] if lines else "unknown"
-
-
-__all__ = ["InputRole", "Step", "capture"]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from gradstow._errors import CaptureError, StalePlan
-from gradstow.capture import aot, compile_settings, compiled_nodes, copy_graph, fingerprint, fresh_function
+from gradstow.capture import aot, call_module, compile_settings, compiled_nodes, copy_graph, fingerprint, fresh_function
 from gradstow.execute._eager import generate
 from gradstow.execute._program import RegionProgram
 from gradstow.ir import Region, RegionSchedule, Schedule, StepGraph
@@ -52,7 +52,7 @@ class Executor:
         self.graph, self.schedule = graph, schedule
         self.programs: list[RegionProgram] = []
         self._name_of = name_of
-        self._call = torch.compile(fresh_function(_call_module), backend=self._backend, dynamic=False)
+        self._call = torch.compile(fresh_function(call_module), backend=self._backend, dynamic=False)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         with compile_settings():
@@ -158,10 +158,6 @@ def _for_aot(program: RegionProgram) -> fx.GraphModule:
     output = graph.output(graph.graph_copy(lowered.graph, known))
     output.meta = dict(lowered.graph.output_node().meta)
     return fx.GraphModule(lowered, graph)
-
-
-def _call_module(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
 
 
 def inner_error(error: BaseException) -> BaseException:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradstow.planner._evaluate import Outcome, evaluate
 from gradstow.planner._knapsack import Knapsack
 from gradstow.planner._local import improve
 from gradstow.planner._problem import Problem
-
-Progress = Callable[[int, int], None]
 
 _ROUNDS = 10
 _MOMENTS_PER_ROUND = 4
