@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstow as gs
 from gradstow._api import make_step
-from gradstow._stow import plan_step
+from gradstow._planning import plan_step
 from gradstow._units import Budget
 from gradstow._verify import Proof, median_interval, same_rng, step_peak, time_ratios
 from gradstow.cli._targets import build_target

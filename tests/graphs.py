@@ -512,15 +512,25 @@ def random_graph(
     outputs_held, last = bool(pick(0, 1)), len(grown) - 1
     if loss and regions > 1 and pick(0, 1):
         region = _grow(pick, grown, 2, unit, plain_sizes=False)
-        grown.append(replace(region, name="loss", managed=False))
+        grown.append(replace(region, name="loss", managed=False, ops=_scoped(pick, region.ops)))
     grown = [replace(r, held=outputs_held and i >= last) for i, r in enumerate(grown)]
     return step(
         *grown,
         outputs_held=outputs_held,
         reserve_bytes=pick(0, 1) * unit * pick(1, 6),
+        outside_bytes=pick(0, 1) * unit,
         grads_exist=bool(pick(0, 1)),
         resident=Resident(parameters=pick(0, 9) * unit),
     )
+
+
+def _scoped(pick: Pick, ops: Sequence[Op]) -> tuple[Op, ...]:
+    """One call holds the forward's values until it returns; several hold the backward's."""
+    scopes, scope = [], 0
+    for op in ops:
+        scope += op.backward and (scope == 0 or bool(pick(0, 1)))
+        scopes.append(scope)
+    return tuple(replace(op, scope=scope) for op, scope in zip(ops, scopes, strict=True))
 
 
 def random_costs(pick: Pick, graph: StepGraph, *, unit: int = 100) -> CostTable:

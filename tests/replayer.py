@@ -176,7 +176,8 @@ class Ledger:
         return ends
 
     def alive(self, tick: float) -> int:
-        return sum(b.nbytes for b in self.blocks if b.start <= tick < b.end)
+        outside = self.graph.outside_bytes if tick < OVER else 0
+        return outside + sum(b.nbytes for b in self.blocks if b.start <= tick < b.end)
 
     def during(self) -> list[int]:
         """Live bytes while each op runs, its working memory included."""

@@ -1,4 +1,4 @@
-"""The public functions. This file and its neighbours ``_stow`` and ``_verify`` alone chain the rooms."""
+"""The public functions. This file and ``_planning``, ``_run``, ``_stow``, ``_verify`` alone chain the rooms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from gradstow._errors import CaptureError
 from gradstow._plan import Plan
-from gradstow._stow import Progress, plain, plan_step, stow_model, unstow_model
+from gradstow._planning import Progress, plan_step
+from gradstow._stow import plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
 from gradstow.capture import Step

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
 from functools import cached_property
 from pathlib import Path
 
-from gradstow._errors import StalePlan
+from gradstow._errors import GradstowError, StalePlan
 from gradstow.ir import PlanData
 from gradstow.report import Row, plan_rows, plan_text
 
@@ -24,16 +24,22 @@ class Plan(PlanData):
         return plan_rows(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all."""
-        target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
+        """Write the plan to a file, whole or not at all.
+
+        Raises:
+            GradstowError: the file cannot be written; what was there before still is.
+        """
+        target = Path(os.path.realpath(path))  # a link stays a link
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.dumps())
+            temporary.write_text(self.dumps(), encoding="utf-8")
             os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise GradstowError(f"the plan cannot be written to {path}: {why}. Choose another place.") from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -44,7 +50,7 @@ class Plan(PlanData):
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, TypeError, ValueError) as error:
             raise StalePlan(f"the plan file {path} cannot be read: {error}. Save one with plan.save.") from error
         return cls.loads(text, f"the plan file {path}")
 

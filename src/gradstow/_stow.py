@@ -5,28 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError, StalePlan
+from gradstow._errors import CaptureError, GradstowError, StalePlan
 from gradstow._plan import Plan
-from gradstow._units import Budget, format_bytes, parse_budget
-from gradstow.capture import Step, batch_signature, capture, device_of, storage_key
-from gradstow.cost import measured_costs
-from gradstow.execute import Executor, inner_error
-from gradstow.ir import CostTable, StepGraph
-from gradstow.planner import check_policy, make_plan, plain_step_peak
-
-Progress = Callable[[str, int, int], None]
+from gradstow._planning import Progress
+from gradstow._run import Run, Wishes
+from gradstow._units import parse_budget
+from gradstow.capture import batch_signature, device_of
+from gradstow.execute import inner_error
+from gradstow.planner import check_policy
 
 _PLAIN: ContextVar[bool] = ContextVar("gradstow_plain", default=False)
-_TIMING_LIMIT = 4 << 30  # bytes that timing one op may take where the budget does not say less
-_HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
 
 
 @contextlib.contextmanager
@@ -37,93 +32,6 @@ def plain() -> Iterator[None]:
         yield
     finally:
         _PLAIN.reset(token)
-
-
-def plan_step(
-    model: torch.nn.Module, step: Step, budget: Budget | None, policy: str, progress: Progress | None = None
-) -> Plan:
-    """Capture, price and plan one step. Allocates at most one op at a time."""
-    say = progress or _silent
-    check_policy(policy)
-    _check_devices(model, (step.inputs, step.batch))
-    say("rehearse", 0, 1)
-    graph = capture(model, step)
-    say("rehearse", 1, 1)
-    limit = _TIMING_LIMIT
-    if budget is not None and budget.total_bytes is not None:
-        limit = min(limit, budget.total_bytes)
-    costs = measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
-    say("plan", 0, 1)
-    step_budget = _step_budget(graph, costs, budget)
-    result = make_plan(
-        graph,
-        costs,
-        step_budget=step_budget,
-        budget="" if budget is None else str(budget),
-        policy=policy,
-        kind=Plan,
-    )
-    say("plan", 1, 1)
-    assert isinstance(result, Plan)
-    return result
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    pass
-
-
-def _signatures(graph: StepGraph) -> list[str]:
-    found: dict[str, None] = {}
-    for region in graph.regions:
-        for op in region.ops:
-            if not op.view:
-                found[op.signature] = None
-            if op.rerun is not None:
-                found[op.rerun.signature] = None
-    return list(found)
-
-
-def _step_budget(graph: StepGraph, costs: CostTable, budget: Budget | None) -> int | None:
-    """The budget as bytes for the step, above what is resident."""
-    if budget is None:
-        return None
-    if budget.percent is not None:
-        return int(budget.percent / 100 * plain_step_peak(graph, costs))
-    if budget.auto:
-        return int((1 - _HEADROOM) * free_bytes(graph.device))
-    assert budget.total_bytes is not None
-    left = budget.total_bytes - graph.resident.total
-    if left <= 0:
-        raise BudgetTooSmall(
-            f"the budget of {format_bytes(budget.total_bytes)} is less than what is resident before the step "
-            f"starts: {format_bytes(graph.resident.total)} of parameters, buffers, gradients, optimizer state "
-            "and batch. Give more than that, or use a smaller model or batch.",
-            budget_bytes=budget.total_bytes,
-            minimum_bytes=graph.resident.total,
-        )
-    return left
-
-
-def free_bytes(device: str) -> int:
-    """Memory that is free on the device now, in bytes."""
-    if device == "cuda":
-        free, _total = torch.cuda.mem_get_info()
-        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise GradstowError('the free memory of this machine cannot be read, so budget="auto" is unknown. Give bytes.')
-
-
-def _check_devices(model: torch.nn.Module, batch: Any) -> None:
-    device = device_of(model)
-    for item in tree_leaves(batch):
-        if isinstance(item, torch.Tensor) and item.device.type != device and item.dim() > 0:
-            raise CaptureError(
-                f"the batch holds a tensor of shape {tuple(item.shape)} on {item.device.type}, and "
-                f"{type(model).__name__} is on {device}. Move the batch: tensor.to({device!r})."
-            )
 
 
 def stow_model(
@@ -148,7 +56,7 @@ def stow_model(
         _check_plan(plan, model)
         wanted = parse_budget(plan.budget) if plan.budget else None
         policy = plan.policy
-    model._compiled_call_impl = _Stowed(model, wanted, plan, policy, optimizer, progress)
+    model._compiled_call_impl = _Stowed(model, Wishes(wanted, plan, policy, optimizer, progress))
     return model
 
 
@@ -161,13 +69,13 @@ def unstow_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_stowed(model: torch.nn.Module) -> bool:
-    return isinstance(model._compiled_call_impl, _Stowed)
+    return isinstance(getattr(model, "_compiled_call_impl", None), _Stowed)
 
 
 def plan_of(model: torch.nn.Module) -> Plan | None:
     """The plan that a stowed model ran last, or None before its first training forward."""
     stowed = model._compiled_call_impl
-    return stowed.last if isinstance(stowed, _Stowed) else None
+    return stowed.last.last if isinstance(stowed, _Stowed) and stowed.last is not None else None
 
 
 def _check_stowable(model: torch.nn.Module) -> None:
@@ -214,14 +122,10 @@ class _Stowed:
     """Sits in the module's call slot (the one that ``Module.compile`` uses, which copies and pickles leave out)."""
 
     module: Any
-    budget: Budget | None
-    plan: Plan | None
-    policy: str
-    optimizer: torch.optim.Optimizer | None
-    progress: Progress | None
-    last: Plan | None = None
-    _runs: dict[Any, tuple[Plan, Executor]] = field(default_factory=dict)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    wishes: Wishes
+    last: Run | None = None
+    _runs: dict[Any, Run] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.module = weakref.ref(self.module)
@@ -232,8 +136,8 @@ class _Stowed:
         if idle or torch.compiler.is_compiling():
             return module._call_impl(*args, **kwargs)
         try:
-            self.last, executor = self._run(module, args, kwargs)
-            return executor(module, args, kwargs)
+            self.last = self._run(module, args, kwargs)
+            return self.last(module, args, kwargs)
         except Exception as error:
             cause = inner_error(error)
             if isinstance(cause, GradstowError):
@@ -244,19 +148,12 @@ class _Stowed:
             _make_plain(module)
             raise
 
-    def _run(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Plan, Executor]:
+    def _run(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Run:
         key = _run_key(module, args, kwargs)
         with self._lock:
             if key not in self._runs:
-                plan = self._plan_for(module, key, args, kwargs)
-                self._runs[key] = (plan, Executor(plan.graph, plan.schedule, _Names(module)))
+                self._runs[key] = Run(module, self.wishes)
             return self._runs[key]
-
-    def _plan_for(self, module: torch.nn.Module, key: Any, args: Any, kwargs: Any) -> Plan:
-        if self.plan is not None and self.plan.graph.batch == key[0]:
-            return self.plan
-        step = Step(_call, (args, kwargs), optimizer=self.optimizer)
-        return plan_step(module, step, self.budget, self.policy, self.progress)
 
 
 def autocast_state(device: str) -> torch.dtype | None:
@@ -269,11 +166,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _run_key(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """All that makes another graph or another peak: layouts, flags, existing gradients, autocast."""
+    """All that makes another graph: layouts, flags, autocast, hooks."""
     device = device_of(module)
     return (
         batch_signature((args, kwargs)),
-        any(p.grad is not None for p in module.parameters()),
         tuple(p.requires_grad for p in module.parameters()),
         tuple(m.training for m in module.modules()),
         autocast_state(device),
@@ -281,28 +177,7 @@ def _run_key(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]
     )
 
 
-def _call(model: Any, inputs: Any) -> Any:
-    args, kwargs = inputs
-    return model(*args, **kwargs)
-
-
 def _make_plain(module: torch.nn.Module) -> None:
     """After an error of ours the model trains as plain PyTorch."""
     if is_stowed(module):
         module._compiled_call_impl = None
-
-
-class _Names:
-    """Names of a model's tensors, for messages: looked up only when something went wrong."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, tensor: torch.Tensor) -> str:
-        module = self._module()
-        if module is not None:
-            for kind, items in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-                for name, item in items:
-                    if item is tensor or storage_key(item) == storage_key(tensor):
-                        return f"the {kind} {name}"
-        return f"an input of shape {tuple(tensor.shape)}"

@@ -16,7 +16,8 @@ import torch
 
 from gradstow._errors import GradstowError
 from gradstow._plan import Plan
-from gradstow._stow import Progress, is_stowed, stow_model, unstow_model
+from gradstow._planning import Progress
+from gradstow._stow import is_stowed, stow_model, unstow_model
 from gradstow._units import format_bytes, parse_budget
 from gradstow.capture import check_loss, find_loss
 from gradstow.cost import measure_peak

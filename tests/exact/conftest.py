@@ -24,4 +24,4 @@ def guessed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         progress(1, 1)
         return CostTable({text: OpCost(1e-5) for text in signatures}, device)
 
-    monkeypatch.setattr("gradstow._stow.measured_costs", guess)
+    monkeypatch.setattr("gradstow._planning.measured_costs", guess)

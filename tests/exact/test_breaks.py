@@ -54,17 +54,16 @@ def test_a_graph_without_breaks_lists_none(device: str) -> None:
     assert plan.graph.breaks == ()
 
 
-@pytest.mark.xfail(strict=True, reason="ops that Dynamo leaves outside of any graph are not counted yet")
-def test_code_outside_of_any_graph_is_counted_or_refused(device: str) -> None:
+def test_code_outside_of_any_graph_is_counted_and_listed(device: str) -> None:
+    """A break in a frame's own loop: Dynamo leaves the frame to Python."""
     case = Case(Skipped, rows(256, count=2048), first_four)
     batch = case.data(device)
-    try:
-        plan = gs.plan(case.model(device), batch, loss=case.loss, keep_output=False)
-    except gs.errors.CaptureError:
-        return
+    plan = gs.plan(case.model(device), batch, loss=case.loss, keep_output=False)
+    assert plan.graph.outside == ("Addmm", "Addmm", "Exp", "Exp", "Sin", "Sin")
+    assert "outside" in str(plan)
     model = gs.stow(case.model(device), plan=plan)
     case.run(model, batch).backward()
     model.zero_grad(set_to_none=True)
     with gs.measure_peak(device) as memory:
         case.run(model, batch).backward()
-    assert memory.peak_bytes <= 1.03 * plan.predicted_step_peak_bytes
+    assert memory.peak_bytes <= plan.predicted_step_peak_bytes

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 import gradstow as gs
 from equality import tight_budget
@@ -88,3 +91,50 @@ def test_a_budget_given_to_stow_holds_from_the_first_step_on(name: str, device: 
         assert plan is not None
         assert memory.peak_bytes <= 0.9 * plan.plain_step_peak_bytes
     assert abs(plan.plain_step_peak_bytes - plain_peak(name, device)) <= 0.05 * plain_peak(name, device)
+
+
+def _in_steps(output: torch.Tensor, batch: object) -> torch.Tensor:
+    difference = output - batch[1]  # what a function names it holds until it returns
+    squared = difference.pow(2)
+    doubled = squared * 2
+    return doubled.mean()
+
+
+def _with_z_loss(output: torch.Tensor, batch: object) -> torch.Tensor:
+    return F.cross_entropy(output, batch[1].argmax(-1)) + 1e-4 * output.logsumexp(-1).square().mean()
+
+
+LOSSES = {
+    "power": lambda out, b: out.pow(2).mean(),
+    "mean square": lambda out, b: F.mse_loss(out, b[1]),  # the mean lies on a storage of the output's size
+    "smooth": lambda out, b: F.smooth_l1_loss(out, b[1]),
+    "absolute": lambda out, b: (out - b[1]).abs().mean(),
+    "probability": lambda out, b: F.binary_cross_entropy(out.sigmoid(), b[1].sigmoid()),
+    "margin": lambda out, b: F.soft_margin_loss(out, b[1]),
+    "cross-entropy": lambda out, b: F.cross_entropy(out, b[1].argmax(-1), label_smoothing=0.1),
+    "shifted": lambda out, b: F.cross_entropy(out[:-1].contiguous().double(), b[1].argmax(-1)[1:]),
+    "z-loss": _with_z_loss,
+    "in steps": _in_steps,
+}
+
+
+@pytest.mark.usefixtures("guessed_costs")  # only bytes matter
+@pytest.mark.parametrize("name", [*LOSSES, "logits", "cosine"])
+def test_the_peak_of_a_loss_outside_of_the_model(name: str, device: str) -> None:
+    """The loss runs as plain PyTorch, and is most of this step's memory. Never more than predicted."""
+    rough = {
+        "logits": lambda out, b: F.binary_cross_entropy_with_logits(out, b[1].sigmoid()),
+        "cosine": lambda out, b: (1 - F.cosine_similarity(out, b[1])).mean(),
+    }
+    loss = {**LOSSES, **rough}[name]
+    wide = Case(
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 512)),
+        lambda: (torch.randn(512, 64), torch.randn(512, 512)),
+        loss,
+    )
+    batch = wide.data(device)
+    plan = gs.plan(wide.model(device), batch, loss=loss, keep_output=False)
+    peak = measured_step(wide, gs.stow(wide.model(device), plan=plan), batch, device)
+    assert peak <= plan.predicted_step_peak_bytes
+    if name in LOSSES and device == "cpu":
+        assert plan.predicted_step_peak_bytes <= 1.03 * peak

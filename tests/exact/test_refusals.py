@@ -86,6 +86,15 @@ def test_a_model_that_does_not_train(device: str) -> None:
     refused(model.requires_grad_(True), BudgetError, "unit", lambda: gs.stow(model, "6"))
 
 
+def test_a_model_in_eval_mode_and_an_optimizer_of_another(device: str) -> None:
+    model, batch = CONV.model(device), CONV.data(device)
+    other = torch.optim.SGD(REUSED.model(device).parameters(), 0.1)
+    words = "none of the optimizer's parameters.*model.parameters"
+    refused(model, CaptureError, words, lambda: gs.plan(model, batch, loss=CONV.loss, optimizer=other))
+    with pytest.raises(CaptureError, match="eval mode.*model.train"):
+        gs.plan(model.eval(), batch, loss=CONV.loss)
+
+
 def test_a_batch_on_another_device(device: str) -> None:
     model, (x, y) = CONV.model(device), CONV.data(device)
     words = "on meta.*Move the batch"
@@ -150,7 +159,7 @@ def test_a_plan_of_another_model_of_the_same_class(device: str) -> None:
     batch, wide = CONV.data(device), Case(lambda: ConvNet(width=12), images(), CONV.loss)
     plan, model = gs.plan(wide.model(device), batch, loss=CONV.loss), CONV.model(device)
     gs.stow(model, plan=plan)
-    refused(model, StalePlan, "none of the planned ones.*plan anew", lambda: CONV.run(model, batch))
+    refused(model, StalePlan, "none of the planned ones.*budget=", lambda: CONV.run(model, batch))
 
 
 def test_a_plan_of_another_torch(device: str, tmp_path: Path) -> None:
@@ -173,6 +182,19 @@ def test_damaged_plan_files(damage: str, device: str, tmp_path: Path) -> None:
         path.write_text(damaged.get(damage, '{"a": 1}\n{}\n'))
     with pytest.raises(StalePlan, match="plan file .*p.json.*plan"):
         gs.Plan.load(path)
+
+
+def test_a_plan_that_cannot_be_written(device: str, tmp_path: Path) -> None:
+    plan = gs.plan(REUSED.model(device), REUSED.data(device), loss=REUSED.loss)
+    with pytest.raises(GradstowError, match="cannot be written to .*nowhere.*No such file"):
+        plan.save(tmp_path / "nowhere" / "p.json")
+    (tmp_path / "there.json").write_text("before")
+    (tmp_path / "link.json").symlink_to(tmp_path / "there.json")
+    plan.save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert gs.Plan.load(tmp_path / "there.json").dumps() == plan.dumps()
+    with pytest.raises(StalePlan, match="cannot be read"):
+        gs.Plan.load(None)
 
 
 # ----------------------------------------------------------------------------------------- models and options

@@ -70,6 +70,12 @@ def output_read() -> StepGraph:
     return with_region(graph, 0, outputs=(*graph.regions[0].outputs, 2))
 
 
+def scoped() -> StepGraph:
+    """elementwise() as code that runs as plain PyTorch: one call for the forward, one for the backward."""
+    ops = tuple(replace(op, scope=int(op.backward)) for op in elementwise().regions[0].ops)
+    return with_region(elementwise(), 0, ops=ops, managed=False)
+
+
 BN_KEPT = ("bn.1", "bn.2")
 BROKEN: dict[str, list[Case]] = {
     "forward-order": [
@@ -117,6 +123,10 @@ BROKEN: dict[str, list[Case]] = {
         Case(multi_output(), backward="f pool bg bpool -pool.1 -pool.1 bf"),
         Case(elementwise(), "f relu<f g -f", kept=["relu"]),
     ],
+    "scope": [
+        Case(scoped(), "f relu -f g", kept=["relu"]),
+        Case(scoped(), backward="bg brelu -bg bf", kept=["relu"]),
+    ],
     "reuse": [
         Case(diamond(), "f g h sum<g", kept=["f", "h"]),
         Case(elementwise(), "f relu<f g", kept=["f", "relu"]),
@@ -145,6 +155,7 @@ LEGAL = [
     Case(elementwise(), "f relu<f g", "bg brelu<bg bf", kept=["relu"]),
     Case(viewed(), "f seen g", "seen bg bf flat add<bf", kept=["f"]),
     Case(viewed(), "f seen g", "seen bg flat bf add", kept=["f"]),
+    Case(scoped(), "f relu g -f", "bg brelu bf -bg", kept=["relu"]),
     Case(batch_norm(), "f bn g", "bn bg bbn bf add", kept=["f", *BN_KEPT]),
     Case(multi_output(), "f pool -f g -pool.0", "bg bpool -pool.1 bf", kept=["pool.1"]),
     Case(two_regions_and_loss(), "h k", "bk -h bh -g", kept=["g", "h"], region=1),

@@ -2,25 +2,36 @@
 
 from gradstow.capture._backend import aot, boxed, call_module, compile_settings, fresh_function
 from gradstow.capture._capture import (
+    RehearsalFailed,
+    Seen,
     Step,
-    batch_signature,
     capture,
     check_loss,
     device_of,
     find_loss,
+    first_line,
+    graph_breaks,
+    recorded_graph,
     resident_bytes,
+    see,
 )
 from gradstow.capture._inplace import overwriting_call
+from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import compiled_nodes, let_gradients_be_absent, storage_key
 from gradstow.capture._rerun import OutputRef, rerun_call
+from gradstow.capture._tree import batch_signature, tensors
 
 __all__ = [
+    "CompiledGraph",
     "InputRole",
     "JointGraph",
     "OutputRef",
+    "RehearsalFailed",
+    "Seen",
     "Step",
+    "StepLog",
     "aot",
     "batch_signature",
     "boxed",
@@ -34,12 +45,17 @@ __all__ = [
     "device_of",
     "find_loss",
     "fingerprint",
+    "first_line",
     "fresh_function",
+    "graph_breaks",
     "is_tangent",
     "let_gradients_be_absent",
     "normalize",
     "overwriting_call",
+    "recorded_graph",
     "rerun_call",
     "resident_bytes",
+    "see",
     "storage_key",
+    "tensors",
 ]

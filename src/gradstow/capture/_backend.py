@@ -121,6 +121,18 @@ def _logging_functions() -> set[Any]:
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Dynamo's warnings about graph breaks and fakes: the plan's report lists them."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def compile_settings() -> Iterator[None]:
     """Dynamo's and AOTAutograd's settings while we compile or call compiled code."""
     dynamo = {
@@ -132,6 +144,7 @@ def compile_settings() -> Iterator[None]:
         _IGNORE: _logging_functions() | set(getattr(torch._dynamo.config, _IGNORE)),
     }
     with (
+        _quiet(),
         torch._dynamo.config.patch(**dynamo),
         # the backward runs outside of the user's autocast block, as PyTorch asks for; inside, it is refused
         torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"),

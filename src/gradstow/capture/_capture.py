@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gradstow._errors import CaptureError, GradstowError
 from gradstow.capture._backend import call_module, compile_settings, fresh_function
 from gradstow.capture._fake_memory import FakeMemory
 from gradstow.capture._fakes import Fakes, same_randomness
+from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._normalize import normalize
+from gradstow.capture._outside import outside_ops
 from gradstow.capture._region import JointGraph, build_region, fingerprint
-from gradstow.capture._rehearse import Recorder, RegionRecord, storage_key
+from gradstow.capture._rehearse import Recorder, storage_key
+from gradstow.capture._tree import batch_signature, tensors
 from gradstow.ir import GraphBreak, Region, Resident, StepGraph
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -45,24 +46,30 @@ class Step:
     outputs_held: bool = True
 
 
+class RehearsalFailed(CaptureError):
+    """The step cannot run on fake tensors; on real ones it may."""
+
+
 def capture(model: torch.nn.Module, step: Step) -> StepGraph:
     """Rehearse ``step`` on fake tensors and return its graph. Allocates nothing of the step's size.
 
     Raises:
-        CaptureError: where the step cannot be rehearsed; the model is unchanged.
+        RehearsalFailed: where fakes do not do.
+        CaptureError: where there is nothing to plan; the model is unchanged.
     """
     device = device_of(model)
     fakes = Fakes()
-    with same_randomness(), _quiet(), compile_settings(), _breaks() as breaks:
+    with same_randomness(), compile_settings(), graph_breaks() as breaks:
         try:
             return _rehearse(model, step, fakes, device, breaks)
         except GradstowError:
             raise
         except Exception as error:
-            raise CaptureError(
+            raise RehearsalFailed(
                 f"the training step of {type(model).__name__} cannot be rehearsed on fake tensors: "
-                f"{_first_line(error)}. The model is unchanged and trains as plain PyTorch; "
-                "run the part that fails outside of the stowed module."
+                f"{first_line(error)}. The model is unchanged and trains as plain PyTorch. "
+                "gs.stow(model, budget=...) records the first real step instead, or run the part that fails "
+                "outside of the stowed module."
             ) from error
 
 
@@ -70,37 +77,89 @@ def _rehearse(
     model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: Callable[[], tuple[GraphBreak, ...]]
 ) -> StepGraph:
     twin = fakes.model(model)
-    recorder = Recorder({storage_key(p): n for n, p in twin.named_parameters() if p.requires_grad}, device)
+    recorder = Recorder([p for p in twin.parameters() if p.requires_grad], device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
     with fakes.mode:
         compiled = recorder.compile(fresh_function(call_module))
         rehearsed = _Rehearsed(compiled, twin)
         output = step.call(rehearsed, inputs)
+        outside = outside_ops(output, _resident_keys(twin, (inputs, batch)))
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
-    _check_recorded(model, recorder.order, breaks())
-    if not any(r.ran_backward for r in recorder.order):
+    seen = Seen(rehearsed.called_with, reserve, outside, breaks())
+    return _step_graph(model, step, recorder.log, seen, optimizer)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step's forward shows beside its graphs.
+
+    Attributes:
+        batch: signature of what the model was called with.
+        reserve_bytes: room for a loss that is not known.
+        outside: names of ops outside of any graph, and the room for them in bytes.
+        breaks: why graphs ended.
+    """
+
+    batch: str
+    reserve_bytes: int
+    outside: tuple[tuple[str, ...], int]
+    breaks: tuple[GraphBreak, ...]
+
+
+def see(model: torch.nn.Module, inputs: Any, output: Any, breaks: tuple[GraphBreak, ...]) -> Seen:
+    """Look at a real forward, before its backward."""
+    outside = outside_ops(output, _resident_keys(model, inputs))
+    return Seen(batch_signature(inputs), loss_reserve(output), outside, breaks)
+
+
+def _resident_keys(model: torch.nn.Module, inputs: Any) -> set[int]:
+    there = [*model.parameters(), *model.buffers(), *tensors(inputs)]
+    return {storage_key(t) for t in there if t.layout is torch.strided}
+
+
+def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) -> StepGraph:
+    """The graph of a real step that was logged as it ran.
+
+    Raises:
+        CaptureError: there is nothing to plan.
+    """
+    fakes = Fakes()
+    with same_randomness():
+        for parameter in model.parameters():
+            fakes.tensor(parameter)
+        with fakes.mode:
+            optimizer = _rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
+    return _step_graph(model, step, log, seen, optimizer)
+
+
+def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int]) -> StepGraph:
+    order, device = log.order, device_of(model)
+    _check_recorded(model, order, seen.breaks)
+    if not log.complete:
         raise CaptureError(
             f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
-    last = max(i for i, r in enumerate(recorder.order) if r.compiled.managed)
+    last = max(i for i, r in enumerate(order) if r.compiled.managed)
     joints = [
         # the loss itself is always held: backward() is called on it
         _describe(i, r, device, held=i > last or (i == last and step.outputs_held))
-        for i, r in enumerate(recorder.order)
+        for i, r in enumerate(order)
     ]
     return StepGraph(
-        regions=_with_origins([j.region for j in joints], recorder.order),
+        regions=_with_origins([j.region for j in joints], order),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
         device=device,
-        reserve_bytes=reserve,
+        reserve_bytes=seen.reserve_bytes,
         optimizer_peak_bytes=optimizer[1],
         grads_exist=any(p.grad is not None for p in model.parameters()),
         outputs_held=step.outputs_held,
-        batch=rehearsed.called_with,
+        batch=seen.batch,
         model=type(model).__qualname__,
-        breaks=breaks(),
+        breaks=seen.breaks,
+        outside=seen.outside[0],
+        outside_bytes=seen.outside[1],
         versions={"torch": torch.__version__},
     )
 
@@ -142,10 +201,21 @@ def _run_loss(recorder: Recorder, step: Step, output: Any, batch: Any) -> int:
     if loss is not None:
         loss.backward()
         return 0
-    outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    outputs = _differentiable(output)
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-    return 2 * sum(t.untyped_storage().nbytes() for t in outputs)
+    return loss_reserve(output)
+
+
+def loss_reserve(output: Any) -> int:
+    """Room for a loss that is not known: twice the outputs that it can depend on, in bytes; 0 where one is the loss."""
+    if find_loss(output) is not None:
+        return 0
+    return 2 * sum(t.untyped_storage().nbytes() for t in _differentiable(output))
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    return [t for t in tensors(output) if t.requires_grad]
 
 
 def _call_loss(loss: Loss, output: Any, batch: Any) -> Any:
@@ -180,18 +250,20 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str) -> tuple[int, int]:
+def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str, *, make_gradients: bool = False) -> tuple[int, int]:
     """(bytes of the optimizer's state, working memory of its step above that)."""
     if optimizer is None:
         return 0, 0
     twin = fakes.optimizer(optimizer)
+    for parameter in (p for group in twin.param_groups for p in group["params"] if make_gradients):
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     twin.step()  # makes the state
     with FakeMemory(device) as memory:
         twin.step()
     seen: dict[int, int] = {}
     for state in twin.state.values():
-        for item in tree_leaves(state):
-            if isinstance(item, torch.Tensor) and item.device.type == device:
+        for item in tensors(state):
+            if item.device.type == device:
                 seen[storage_key(item)] = item.untyped_storage().nbytes()
     return sum(seen.values()), memory.peak_bytes
 
@@ -250,9 +322,9 @@ def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
     """What the model and the batch hold, each storage once, in bytes."""
     seen: set[int] = set()
 
-    def count(tensors: Any) -> int:
+    def count(items: Any) -> int:
         total = 0
-        for tensor in tensors:
+        for tensor in items:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == device and tensor.layout is torch.strided:
                 key = storage_key(tensor)
                 total += 0 if key in seen else tensor.untyped_storage().nbytes()
@@ -263,19 +335,12 @@ def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
         parameters=count(model.parameters()),
         buffers=count(model.buffers()),
         gradients=count(p.grad for p in model.parameters()),
-        batch=count(tree_leaves(batch)),
+        batch=count(tensors(batch)),
     )
 
 
-def batch_signature(inputs: Any) -> str:
-    """The layouts of a batch, as text: what a plan is made for."""
-    leaves, spec = tree_flatten(inputs)
-    shapes = [f"{tuple(i.shape)}{i.dtype}" if isinstance(i, torch.Tensor) else repr(type(i).__name__) for i in leaves]
-    return f"{' '.join(shapes)} {spec}".replace("torch.", "")
-
-
 @contextlib.contextmanager
-def _breaks() -> Iterator[Callable[[], tuple[GraphBreak, ...]]]:
+def graph_breaks() -> Iterator[Callable[[], tuple[GraphBreak, ...]]]:
     """Gives a function that tells Dynamo's graph breaks since entry."""
     from torch._dynamo.utils import counters  # its own record of why graphs end
 
@@ -288,19 +353,7 @@ def _breaks() -> Iterator[Callable[[], tuple[GraphBreak, ...]]]:
     yield since
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Dynamo's warnings about fakes are not the user's business."""
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What went wrong first, where torch wrapped it."""
     while error.__cause__ is not None:
         error = error.__cause__

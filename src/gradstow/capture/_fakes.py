@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+
+from gradstow.capture._tree import map_tensors
 
 _HOOKS = (
     "_forward_hooks",
@@ -47,7 +48,7 @@ class Fakes:
 
     def tree(self, item: Any) -> Any:
         """``item`` with every tensor in its containers replaced by its twin."""
-        return tree_map_only(torch.Tensor, self.tensor, item)
+        return map_tensors(item, self.tensor)
 
     def model(self, model: torch.nn.Module) -> torch.nn.Module:
         """A copy without the user's hooks (torch's own, such as spectral_norm's, belong to the model)."""

@@ -78,7 +78,22 @@ def build_region(
 ) -> JointGraph:
     """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from."""
     built = _Builder(module, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
-    return replace(built, region=replace(built.region, held=held, managed=managed))
+    ops = built.region.ops if managed else _scoped(built.region.ops, built.op_nodes)
+    return replace(built, region=replace(built.region, ops=ops, held=held, managed=managed))
+
+
+def _scoped(ops: tuple[Op, ...], nodes: tuple[fx.Node, ...]) -> tuple[Op, ...]:
+    """Ops of code that runs as plain PyTorch, each with its scope.
+
+    The function that computes the forward may hold whatever it made until it returns; in the backward a node
+    of autograd holds its temporaries until it is done.
+    """
+    result, scope, call = [], 0, -1
+    for op, node in zip(ops, nodes, strict=True):
+        if op.backward and node.meta.get("seq_nr") != call:
+            scope, call = scope + 1, node.meta.get("seq_nr")
+        result.append(replace(op, scope=scope))
+    return tuple(result)
 
 
 class _Builder:
@@ -130,7 +145,7 @@ class _Builder:
         ref = StorageWeakRef(val.untyped_storage())
         if ref not in self.storage_ids:
             here = val.device.type == self.device
-            nbytes = int(val.untyped_storage().nbytes()) if here else 0
+            nbytes = held_nbytes(node, val) if here else 0
             self.storage_ids[ref] = len(self.storages)
             self.storages.append(Storage(nbytes, kind, origin, plain_nbytes(node) if here else -1))
         return self.storage_ids[ref]
@@ -210,6 +225,23 @@ class _Builder:
             outputs=tuple(outputs[i] for i in call.outputs),
             signature=encode(str(call.target), _values(args), {}),
         )
+
+
+# torch computes these unreduced, and the reduced result stays on the storage of that size
+_UNREDUCED = {
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
+
+def held_nbytes(node: fx.Node | None, val: torch.Tensor) -> int:
+    """Bytes of the storage that the real op leaves its result on, which fakes do not tell for some losses."""
+    nbytes = int(val.untyped_storage().nbytes())
+    if node is None or node.target not in _UNREDUCED:
+        return nbytes
+    return max(nbytes, *(i.meta["val"].numel() * val.element_size() for i in node.all_input_nodes))
 
 
 def plain_nbytes(node: fx.Node | None) -> int:

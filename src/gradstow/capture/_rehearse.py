@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,39 +12,16 @@ from torch._functorch.partitioners import default_partition
 from torch.utils._pytree import tree_leaves
 
 from gradstow.capture._backend import aot, boxed
+from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent
-from gradstow.capture._region import InputRole
-
-
-@dataclass(frozen=True)
-class CompiledGraph:
-    """One graph that AOTAutograd made. A loop over blocks may run it many times in one step."""
-
-    joint: fx.GraphModule
-    num_forward_outputs: int
-    managed: bool
-
-
-@dataclass
-class RegionRecord:
-    """One run of a graph within the step."""
-
-    compiled: CompiledGraph
-    roles: list[InputRole]
-    mask: list[bool] = field(default_factory=list)
-    ran_backward: bool = False
 
 
 class Recorder:
     """Compiles functions so that running them on fakes records their graphs, in the order of their forwards."""
 
-    def __init__(self, parameters: Mapping[int, str], device: str) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
         self.device = device
-        self.order: list[RegionRecord] = []
-        self._parameters = parameters  # storage key of every trainable parameter
-        self._made: dict[int, tuple[int, int]] = {}  # storage key → (region, output) that made it
-        self._saved_by: dict[int, int] = {}  # storage key → region whose forward made it
-        self._alive: list[torch.Tensor] = []
+        self.log = StepLog(parameters)
         self.managed = True
 
     @contextlib.contextmanager
@@ -68,7 +44,7 @@ class Recorder:
             return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
         def forward(gm: fx.GraphModule, _inputs: list[Any]) -> Any:
-            return boxed(lambda args: self._run_forward(graphs[-1], gm, args))
+            return boxed(lambda args: self.log.forward(graphs[-1], _boxed_call(gm), args))
 
         def backward(gm: fx.GraphModule, _inputs: list[Any]) -> Any:
             return boxed(lambda args: self._run_backward(graphs[-1], gm, args))
@@ -82,44 +58,21 @@ class Recorder:
 
         return call
 
-    def _run_forward(self, graph: CompiledGraph, gm: fx.GraphModule, args: list[Any]) -> Any:
-        index = len(self.order)
-        self.order.append(RegionRecord(graph, [self._role(a) for a in args]))
-        outside = {storage_key(a) for a in args if isinstance(a, torch.Tensor)}
-        outputs = gm.forward(*args)
-        args.clear()
-        for position, item in enumerate(outputs):
-            if isinstance(item, torch.Tensor) and storage_key(item) not in outside:
-                self._alive.append(item)
-                self._saved_by[storage_key(item)] = index
-                if position < graph.num_forward_outputs:
-                    self._made.setdefault(storage_key(item), (index, position))
-        return outputs
-
     def _run_backward(self, graph: CompiledGraph, gm: fx.GraphModule, args: list[Any]) -> Any:
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        record = self._record_of(graph, args)
-        record.ran_backward = True
-        record.mask = [a is not None for a, n in zip(args, places, strict=True) if is_tangent(n)]
+        self.log.backward(graph, args, [a is not None for a, n in zip(args, places, strict=True) if is_tangent(n)])
         full = [_zeros(n) if a is None else a for a, n in zip(args, places, strict=True)]
         args.clear()
         return gm.forward(*full)
 
-    def _record_of(self, graph: CompiledGraph, args: list[Any]) -> RegionRecord:
-        """The run whose backward this is: the one that saved these tensors, else the last one still open."""
-        runs = [i for i, r in enumerate(self.order) if r.compiled is graph and not r.ran_backward]
-        for argument in args:
-            if isinstance(argument, torch.Tensor) and self._saved_by.get(storage_key(argument)) in runs:
-                return self.order[self._saved_by[storage_key(argument)]]
-        return self.order[runs[-1]]
 
-    def _role(self, argument: Any) -> InputRole:
-        if not isinstance(argument, torch.Tensor):
-            return InputRole()
-        key = storage_key(argument)
-        if key in self._made:
-            return InputRole(resident=False, origin=self._made[key])
-        return InputRole(accumulates=key in self._parameters or (argument.is_leaf and argument.requires_grad))
+def _boxed_call(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        outputs = gm.forward(*args)
+        args.clear()
+        return outputs
+
+    return call
 
 
 def storage_key(tensor: torch.Tensor) -> int:

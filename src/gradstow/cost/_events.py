@@ -13,6 +13,7 @@ Facts about kineto that shape this file (torch 2.11 to 2.14, CPU):
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,8 @@ class Session:
 
     def start(self) -> None:
         refuse_running_profiler()
+        # kineto reads it once, at its first session: without it each session writes lines to stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         profile: Any = torch.autograd.profiler.profile
         self._profiler = profile(profile_memory=True)
         self._profiler.__enter__()

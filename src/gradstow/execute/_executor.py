@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from gradstow._errors import CaptureError, StalePlan
-from gradstow.capture import aot, call_module, compile_settings, compiled_nodes, copy_graph, fingerprint, fresh_function
+from gradstow._errors import CaptureError
+from gradstow.capture import aot, call_module, compile_settings, compiled_nodes, copy_graph, fresh_function
 from gradstow.execute._eager import generate
 from gradstow.execute._program import RegionProgram
-from gradstow.ir import Region, RegionSchedule, Schedule, StepGraph
+from gradstow.execute._sources import Source
 
 _CHANGED = (
     "{name} was changed in place between the forward and the backward that needs it (version {now}, "
@@ -37,24 +37,27 @@ class _Watched:
 
 
 class Executor:
-    """Calls a module so that its captured graphs run as planned.
+    """Calls a module so that its captured graphs run as ``source`` decides.
 
     Args:
-        graph, schedule: the plan.
+        source: plans, or what records a step in order to plan it.
         name_of: names a tensor, for the messages.
+        device: "cpu" or "cuda".
 
     Raises (when called):
-        StalePlan: a graph turns up that was not planned.
+        UnknownGraph: a graph turns up that was not planned.
         CaptureError: double backward.
     """
 
-    def __init__(self, graph: StepGraph, schedule: Schedule, name_of: Callable[[torch.Tensor], str]) -> None:
-        self.graph, self.schedule = graph, schedule
+    def __init__(self, source: Source, name_of: Callable[[torch.Tensor], str], device: str) -> None:
+        self.source, self.device = source, device
         self.programs: list[RegionProgram] = []
         self._name_of = name_of
+        self._begun = False  # whether a graph ran in this call
         self._call = torch.compile(fresh_function(call_module), backend=self._backend, dynamic=False)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        self._begun = False
         with compile_settings():
             return self._call(module, args, kwargs)
 
@@ -63,38 +66,27 @@ class Executor:
 
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
             raw = copy_graph(joint)
-            region, schedule = self._find(raw, num_fwd_outputs)
-            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.graph.device)
+            region, schedule = self.source.find(raw, num_fwd_outputs, begun=self._begun)
+            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.device)
             programs.append(program)
             self.programs.append(program)
             return program.lowered.forward, _for_aot(program)
 
         compiled = aot(
-            lambda _gm, _inputs: programs[-1].forward,
-            lambda _gm, _inputs: _boxed_backward(programs[-1]),
+            lambda _gm, _inputs: self.source.forward(programs[-1]),
+            lambda _gm, _inputs: self.source.backward(programs[-1]),
             partition,
-            self.graph.device,
+            self.device,
         )(module, inputs)
 
         def call(*args: Any) -> Any:
+            self._begun = True
             outputs = compiled(*args)
             if programs:
                 self._guard(programs[-1], args, outputs)
             return outputs
 
         return call
-
-    def _find(self, raw: fx.GraphModule, num_forward_outputs: int) -> tuple[Region, RegionSchedule]:
-        found = fingerprint(raw, num_forward_outputs)
-        for region, schedule in zip(self.graph.regions, self.schedule.regions, strict=True):
-            if region.managed and region.fingerprint == found:
-                return region, schedule
-        planned = ", ".join(r.fingerprint for r in self.graph.regions if r.managed)
-        raise StalePlan(
-            f"the graph that runs ({found}) is none of the planned ones ({planned}): the model, its train/eval "
-            "flags, its hooks, the batch or torch changed since planning. The model is plain again; plan anew "
-            "with gs.plan or gs.stow."
-        )
 
     def _guard(self, program: RegionProgram, args: tuple[Any, ...], outputs: Any) -> None:
         """Let absent gradients be None, refuse double backward and changed tensors by name."""
@@ -106,7 +98,7 @@ class Executor:
                 watched = self._watch(program, args)
             node.metadata["gradstow_guarded"] = True
             node.set_materialize_grads(False)
-            node.register_prehook(_Prehook(watched, self._name_of, self.graph.device))
+            node.register_prehook(_Prehook(watched, self._name_of, self.device))
 
     def _watch(self, program: RegionProgram, args: tuple[Any, ...]) -> list[_Watched]:
         return [
@@ -132,14 +124,6 @@ class _Prehook:
             if tensor is not None and tensor._version != item.version:
                 name = self.name_of(tensor)
                 raise RuntimeError(_CHANGED.format(name=name, now=tensor._version, then=item.version))
-
-
-def _boxed_backward(program: RegionProgram) -> Callable[[list[Any]], Any]:
-    def run(args: list[Any]) -> Any:
-        return program.run_backward(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 def _for_aot(program: RegionProgram) -> fx.GraphModule:

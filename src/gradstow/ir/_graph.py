@@ -70,6 +70,8 @@ class Op:
         writes: storages that the op changes in place (BatchNorm statistics).
         overwrites: input values whose dying storage the first output may take over.
         rerun: how to make its outputs again; None means by the op itself.
+        scope: ops with the same number (0 and up) run inside one call of plain PyTorch (a loss function, a node of
+            autograd), which gives nothing back before it returns; -1 for an op that runs alone.
         signature: canonical JSON of the call: target, tensor layouts, constants. Key of the cost table.
         module, source: where in the user's model it comes from.
     """
@@ -84,6 +86,7 @@ class Op:
     writes: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
     rerun: Rerun | None = None
+    scope: int = -1
     signature: str = ""
     module: str = ""
     source: str = ""
@@ -163,6 +166,8 @@ class StepGraph:
         batch: signature of the batch, for the plan's key.
         model: name of the model's class.
         breaks: graph breaks, in order.
+        outside: names of ops that ran outside of any graph and keep tensors for the backward.
+        outside_bytes: room for them, counted from the start of the step to the end of its backward.
         versions: torch and gradstow versions that captured it.
     """
 
@@ -176,6 +181,8 @@ class StepGraph:
     batch: str = ""
     model: str = ""
     breaks: tuple[GraphBreak, ...] = ()
+    outside: tuple[str, ...] = ()
+    outside_bytes: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -199,6 +206,8 @@ class StepGraph:
             batch=data["batch"],
             model=data["model"],
             breaks=tuple(GraphBreak(**b) for b in data["breaks"]),
+            outside=tuple(data["outside"]),
+            outside_bytes=data["outside_bytes"],
             versions=dict(data["versions"]),
         )
 

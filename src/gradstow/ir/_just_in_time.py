@@ -128,14 +128,16 @@ class _Builder:
 
     def _events(self, order: list[int], *, stay: set[int], untouchable: set[int], again: bool) -> tuple[Event, ...]:
         last: dict[int, int] = {}
+        ends = {self.region.ops[index].scope: position for position, index in enumerate(order)}
         for position, index in enumerate(order):
             op = self.region.ops[index]
+            end = position if op.scope < 0 else ends[op.scope]
             made = self._makes(op) if again and not op.backward else op.outputs
             for v in self._reads(index, again):
-                last[self.storage[v]] = position
+                last[self.storage[v]] = end
             for v in made:
                 if not (again and self.storage[v] in untouchable):
-                    last[self.storage[v]] = position
+                    last[self.storage[v]] = end
         dies: dict[int, list[int]] = {}
         for storage, position in last.items():
             free = storage not in stay and (storage not in self.outside or again)

@@ -61,7 +61,7 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: boo
     other outputs to the end where the caller holds outputs, else to the end of the forwards. The gradient
     of a boundary lives until the backward of the region that made the boundary starts, where the tangents
     take over; those of the loss live to the end, since ``backward()`` itself holds them. ``plain`` counts
-    storages as plain PyTorch would have them.
+    storages as plain PyTorch would have them. Code outside of any graph has its room throughout.
     """
     walk = _Walk(graph, costs, plain)
     for r in range(len(graph.regions)):
@@ -72,7 +72,7 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: boo
     for r in reversed(range(len(graph.regions))):
         walk.backward(r, schedule)
     walk.release_all("backward()")
-    return Timeline(tuple(walk.moments), walk.live_at_peak, walk.live)
+    return Timeline(tuple(walk.moments), walk.live_at_peak, walk.live - graph.outside_bytes)
 
 
 Key = tuple[int, int]
@@ -85,7 +85,7 @@ class _Walk:
         self.graph, self.costs, self.plain = graph, costs, plain
         self.moments: list[Moment] = []
         self.holders: dict[Key, set[str]] = {}
-        self.live = 0
+        self.live = graph.outside_bytes
         self.highest = -1
         self.live_at_peak: tuple[Key, ...] = ()
         self.last_reader = _last_readers(graph)

@@ -207,6 +207,23 @@ def _frees(f: Followed) -> Iterator[str]:
                 yield f"{step.event} ({kind.value}{'' if step.alive else ', not there'})"
 
 
+def _scopes(f: Followed) -> Iterator[str]:
+    region = f.region
+    for backward in (False, True):
+        steps = [s for s in f.steps if s.backward == backward]
+        runs = [(i, region.ops[s.event.op]) for i, s in enumerate(steps) if isinstance(s.event, Run)]
+        ends = {op.scope: i for i, op in runs if op.scope >= 0}
+        until = {
+            region.values[v].storage: ends[op.scope]
+            for _, op in runs
+            if op.scope >= 0
+            for v in (*op.inputs, *op.outputs)
+        }
+        for i, step in enumerate(steps):
+            if not isinstance(step.event, Run) and i < until.get(step.event.storage, i):
+                yield f"{step.event}"
+
+
 def _reuses(f: Followed) -> Iterator[str]:
     region = f.region
     outputs = {region.values[v].storage for v in region.outputs if v >= 0}
@@ -259,6 +276,7 @@ SCHEDULE_RULES: dict[str, ScheduleRule] = {
         "an op reads what is there: made in this part, kept, resident or arrived", _available
     ),
     "frees": ScheduleRule("a storage is given back once, by the part that owns it", _frees),
+    "scope": ScheduleRule("what ops of one scope read or make is given back after the last of them", _scopes),
     "reuse": ScheduleRule(
         "an op takes over only a storage of its own part, size and list that nobody else keeps", _reuses
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradstow.planner._problem import Node, Problem
+from gradstow.planner._problem import Node, Problem, scope_ends
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ def _expand(problem: Problem, wanted: set[int]) -> tuple[list[tuple[Node, bool]]
 
 def _forward(problem: Problem, kept: set[int], reuse: bool) -> tuple[int, list[int]]:
     nbytes = problem.nbytes
-    live, during = 0, []
+    live, during = problem.graph.outside_bytes, []
     for node, deaths in zip(problem.forward, problem.deaths, strict=True):
         dying = deaths - kept
         new = sum(nbytes[s] for s in node.outputs)
@@ -100,12 +100,13 @@ def _forward(problem: Problem, kept: set[int], reuse: bool) -> tuple[int, list[i
 
 def _last_uses(order: list[tuple[Node, bool]], present: set[int]) -> dict[int, int]:
     last: dict[int, int] = {}
-    for index, (node, again) in enumerate(order):
+    for index, (end, (node, again)) in enumerate(zip(scope_ends([n for n, _ in order]), order, strict=True)):
+        end = index if again else end
         for s in node.again_inputs if again else node.inputs:
-            last[s] = index
+            last[s] = end
         for s in node.again_outputs if again else node.outputs:
             if s not in present:
-                last[s] = index
+                last[s] = end
     return last
 
 

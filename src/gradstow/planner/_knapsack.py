@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradstow.planner._problem import Problem
+from gradstow.planner._problem import Problem, scope_ends
 
 
 @dataclass(slots=True)
@@ -126,9 +126,9 @@ class Knapsack:
         tangents = {s for storages in problem.tangents.values() for s in storages}
         gradients = {s for s, m in enumerate(problem.maker) if m < 0 and s not in problem.boundary} - problem.held
         end: dict[int, int] = {}
-        for index, node in enumerate(self.order):
+        for last, node in zip(scope_ends(self.order), self.order, strict=True):
             for s in (*node.inputs, *node.outputs):
-                end[s] = index
+                end[s] = last
         last_of_region = {n.region: i for i, n in enumerate(self.order)}
         for r, leaving in problem.leaving.items():
             for s in leaving & problem.passing | {s for s in leaving if s not in end}:
@@ -155,7 +155,8 @@ class _Program:
     """One instance of the integer program: variables keep[decision], rerun[node], early[storage, moment]."""
 
     def __init__(self, knapsack: Knapsack, budget: int) -> None:
-        self.k, self.p, self.budget = knapsack, knapsack.problem, budget
+        self.k, self.p = knapsack, knapsack.problem
+        self.budget = budget - self.p.graph.outside_bytes
         self.columns = 0
         self.lower: list[float] = []
         self.upper: list[float] = []

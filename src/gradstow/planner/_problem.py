@@ -6,7 +6,7 @@ graph (a block called in a loop) share their decisions, since they share their c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gradstow.ir import CostTable, Op, Region, StepGraph, StorageKind
@@ -14,7 +14,10 @@ from gradstow.ir import CostTable, Op, Region, StepGraph, StorageKind
 
 @dataclass(slots=True)
 class Node:
-    """One op: what it reads and makes, by storage number. ``again_*`` hold for a recomputation."""
+    """One op: what it reads and makes, by storage number. ``again_*`` hold for a recomputation.
+
+    What a node with a ``scope`` reads or makes lives at least until the last node of that scope has run.
+    """
 
     region: int
     op: int
@@ -28,6 +31,7 @@ class Node:
     again_outputs: tuple[int, ...] = ()
     pinned: bool = False
     overwrites: tuple[int, ...] = ()
+    scope: int = -1
 
 
 @dataclass(slots=True)
@@ -108,11 +112,17 @@ def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
     return problem
 
 
+def scope_ends(nodes: Sequence[Node]) -> list[int]:
+    """For each node the index of the last one of its scope: itself where it has none."""
+    ends = {(node.region, node.scope): index for index, node in enumerate(nodes) if node.scope >= 0}
+    return [i if n.scope < 0 else ends[n.region, n.scope] for i, n in enumerate(nodes)]
+
+
 def _deaths(problem: Problem) -> list[set[int]]:
     last: dict[int, int] = {}
-    for index, node in enumerate(problem.forward):
+    for end, node in zip(scope_ends(problem.forward), problem.forward, strict=True):
         for s in (*node.inputs, *node.outputs):
-            last[s] = index
+            last[s] = end
     for r, region in enumerate(problem.graph.regions):  # what crosses is given up after its last reader's forward
         end = sum(node.region <= r for node in problem.forward) - 1
         for value in region.inputs:
@@ -147,6 +157,7 @@ def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, ba
         node = Node(r, index, cost.seconds, cost.working_bytes, inputs, outputs)
         node.pinned = bool(op.pinned) or cost.how == "unknown"
         node.overwrites = numbers(op.overwrites) if region.managed else ()
+        node.scope = op.scope
         if not backward:
             _set_again(problem, node, op, costs, numbers)
         if not region.managed:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradstow.ir import Moment, PlanData, Region, StepGraph, Timeline
+from gradstow.ir import Moment, PlanData, StepGraph, Timeline
 from gradstow.report._names import module_path, short_target
 from gradstow.report._rows import DECISIONS, Row, plan_rows
 
@@ -48,7 +48,8 @@ class Summary:
         peak_at, plain_peak_at: the moment of the total peak; None for a step without moments.
         decisions: for each decision how many values and bytes.
         breaks: graph breaks, as text.
-        not_planned: regions that run as plain PyTorch, with their number of forward ops.
+        not_planned: what runs as plain PyTorch, with its number of forward ops: the loss, ops outside of any graph.
+        outside_bytes: room that is left for the latter.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Summary:
     decisions: Mapping[str, Share]
     breaks: tuple[str, ...] = ()
     not_planned: Mapping[str, int] = field(default_factory=dict)
+    outside_bytes: int = 0
     solver: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,9 +108,8 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
         rerun_ops=plan.rerun_ops,
         decisions={d: _share(rows, d) for d in DECISIONS},
         breaks=tuple(f"{b.reason} ({b.source})" if b.source else b.reason for b in graph.breaks),
-        not_planned={
-            r.name: sum(not op.backward and not op.view for op in r.ops) for r in graph.regions if not r.managed
-        },
+        not_planned=_not_planned(graph),
+        outside_bytes=graph.outside_bytes,
         solver=dict(plan.solver),
     )
 
@@ -119,8 +120,11 @@ def batch_text(signature: str) -> str:
     return ", ".join(f"{dtype}[{shape}]" for shape, dtype in tensors) or signature
 
 
-def _forward_ops(region: Region) -> int:
-    return sum(not op.backward and not op.view for op in region.ops)
+def _not_planned(graph: StepGraph) -> dict[str, int]:
+    found = {r.name: sum(not op.backward and not op.view for op in r.ops) for r in graph.regions if not r.managed}
+    if graph.outside:
+        found[f"outside of any graph: {', '.join(dict.fromkeys(graph.outside))}"] = len(graph.outside)
+    return found
 
 
 def _share(rows: tuple[Row, ...], decision: str) -> Share:

@@ -55,8 +55,9 @@ def _header(s: Summary) -> list[str]:
         ("graph breaks", "; ".join(s.breaks) or "none"),
     ]
     if s.not_planned:
-        names = ", ".join(f"{name} ({n} ops)" for name, n in s.not_planned.items())
-        lines.append(("not planned", f"{names}: runs as plain PyTorch"))
+        names = "; ".join(f"{name} ({n} ops)" for name, n in s.not_planned.items())
+        room = f", with room of {format_bytes(s.outside_bytes)}" if s.outside_bytes else ""
+        lines.append(("not planned", f"{names}: runs as plain PyTorch{room}"))
     title = f"Plan for {s.model or 'a model'} on {s.device}{torch}, policy {s.policy}"
     return [_cut(title, WIDTH), *(f"{name:<13}{_cut(text, WIDTH - 13)}" for name, text in lines)]
 

@@ -1,0 +1,132 @@
+"""capture → cost → plan: what is known of a step becomes a Plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
+from gradstow._plan import Plan
+from gradstow._units import Budget, format_bytes
+from gradstow.capture import Step, capture, device_of, tensors
+from gradstow.cost import measured_costs
+from gradstow.ir import CostTable, StepGraph
+from gradstow.planner import check_policy, make_plan, plain_step_peak
+
+Progress = Callable[[str, int, int], None]
+
+_TIMING_LIMIT = 4 << 30  # bytes that timing one op may take where the budget does not say less
+_HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
+
+
+def plan_step(
+    model: torch.nn.Module, step: Step, budget: Budget | None, policy: str, progress: Progress | None = None
+) -> Plan:
+    """Capture, price and plan one step. Allocates at most one op at a time."""
+    say = progress or _silent
+    check_policy(policy)
+    check_devices(model, (step.inputs, step.batch))
+    _check_training(model, step.optimizer)
+    say("rehearse", 0, 1)
+    graph = capture(model, step)
+    say("rehearse", 1, 1)
+    return plan_graph(graph, budget, policy, progress)
+
+
+def plan_graph(graph: StepGraph, budget: Budget | None, policy: str, progress: Progress | None = None) -> Plan:
+    """Price and plan a step that is captured."""
+    say = progress or _silent
+    limit = _TIMING_LIMIT
+    if budget is not None and budget.total_bytes is not None:
+        limit = min(limit, budget.total_bytes)
+    costs = measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
+    say("plan", 0, 1)
+    step_budget = _step_budget(graph, costs, budget)
+    result = make_plan(
+        graph,
+        costs,
+        step_budget=step_budget,
+        budget="" if budget is None else str(budget),
+        policy=policy,
+        kind=Plan,
+    )
+    say("plan", 1, 1)
+    assert isinstance(result, Plan)
+    return result
+
+
+def _silent(_stage: str, _done: int, _total: int) -> None:
+    pass
+
+
+def _signatures(graph: StepGraph) -> list[str]:
+    found: dict[str, None] = {}
+    for region in graph.regions:
+        for op in region.ops:
+            if not op.view:
+                found[op.signature] = None
+            if op.rerun is not None:
+                found[op.rerun.signature] = None
+    return list(found)
+
+
+def _step_budget(graph: StepGraph, costs: CostTable, budget: Budget | None) -> int | None:
+    """The budget as bytes for the step, above what is resident."""
+    if budget is None:
+        return None
+    if budget.percent is not None:
+        return int(budget.percent / 100 * plain_step_peak(graph, costs))
+    if budget.auto:
+        return int((1 - _HEADROOM) * free_bytes(graph.device))
+    assert budget.total_bytes is not None
+    left = budget.total_bytes - graph.resident.total
+    if left <= 0:
+        raise BudgetTooSmall(
+            f"the budget of {format_bytes(budget.total_bytes)} is less than what is resident before the step "
+            f"starts: {format_bytes(graph.resident.total)} of parameters, buffers, gradients, optimizer state "
+            "and batch. Give more than that, or use a smaller model or batch.",
+            budget_bytes=budget.total_bytes,
+            minimum_bytes=graph.resident.total,
+        )
+    return left
+
+
+def free_bytes(device: str) -> int:
+    """Memory that is free on the device now, in bytes."""
+    if device == "cuda":
+        free, _total = torch.cuda.mem_get_info()
+        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise GradstowError('the free memory of this machine cannot be read, so budget="auto" is unknown. Give bytes.')
+
+
+def _check_training(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if not model.training:
+        raise CaptureError(
+            f"{type(model).__name__} is in eval mode, in which a stowed model runs as plain PyTorch. "
+            "Call model.train() before planning."
+        )
+    if optimizer is None:
+        return
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise CaptureError(
+            f"none of the optimizer's parameters belongs to {type(model).__name__}. Pass the optimizer that trains it: "
+            "torch.optim.AdamW(model.parameters(), ...)."
+        )
+
+
+def check_devices(model: torch.nn.Module, batch: Any) -> None:
+    device = device_of(model)
+    for item in tensors(batch):
+        if item.device.type != device and item.dim() > 0:
+            raise CaptureError(
+                f"the batch holds a tensor of shape {tuple(item.shape)} on {item.device.type}, and "
+                f"{type(model).__name__} is on {device}. Move the batch: tensor.to({device!r})."
+            )

@@ -1,0 +1,89 @@
+"""What ran in one step: which graph, fed by whom, and which gradients arrived. Holds no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradstow.capture._region import InputRole
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraph:
+    """One graph that AOTAutograd made. A loop over blocks may run it many times in one step."""
+
+    joint: fx.GraphModule
+    num_forward_outputs: int
+    managed: bool = True
+
+
+@dataclass
+class RegionRecord:
+    """One run of a graph within the step."""
+
+    compiled: CompiledGraph
+    roles: list[InputRole]
+    mask: list[bool] = field(default_factory=list)
+    ran_backward: bool = False
+
+
+class StepLog:
+    """Runs of graphs in the order of their forwards.
+
+    Tensors are told apart by weak references to their storages, which keep an address from being used again.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.order: list[RegionRecord] = []
+        self._parameters = {_ref(p) for p in parameters}
+        self._made: dict[StorageWeakRef, tuple[int, int]] = {}  # storage → (region, output) that made it
+        self._saved_by: dict[StorageWeakRef, int] = {}  # storage → region whose forward made it
+
+    def forward(self, graph: CompiledGraph, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run a boxed forward and note it."""
+        index = len(self.order)
+        self.order.append(RegionRecord(graph, [self._role(a) for a in args]))
+        outside = {_ref(a) for a in args if isinstance(a, torch.Tensor)}
+        outputs = call(args)
+        for position, item in enumerate(outputs):
+            if isinstance(item, torch.Tensor) and _ref(item) not in outside:
+                self._saved_by[_ref(item)] = index
+                if position < graph.num_forward_outputs:
+                    self._made.setdefault(_ref(item), (index, position))
+        return outputs
+
+    def backward(self, graph: CompiledGraph, saved: Sequence[Any], mask: Sequence[bool]) -> None:
+        """Note that a graph's backward runs, for these saved tensors and with these tangents."""
+        record = self._record_of(graph, saved)
+        if record is not None:
+            record.ran_backward, record.mask = True, list(mask)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a backward has run, so that there is something to plan."""
+        return any(r.ran_backward for r in self.order)
+
+    def _record_of(self, graph: CompiledGraph, saved: Sequence[Any]) -> RegionRecord | None:
+        """The run whose backward this is: the one that saved these tensors, else the last one still open."""
+        runs = [i for i, r in enumerate(self.order) if r.compiled is graph and not r.ran_backward]
+        for item in saved:
+            if isinstance(item, torch.Tensor) and self._saved_by.get(_ref(item)) in runs:
+                return self.order[self._saved_by[_ref(item)]]
+        return self.order[runs[-1]] if runs else None
+
+    def _role(self, argument: Any) -> InputRole:
+        if not isinstance(argument, torch.Tensor):
+            return InputRole()
+        key = _ref(argument)
+        if key in self._made:
+            return InputRole(resident=False, origin=self._made[key])
+        return InputRole(accumulates=key in self._parameters or (argument.is_leaf and argument.requires_grad))
+
+
+def _ref(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())

@@ -1,0 +1,114 @@
+"""Where an executor gets the schedule of a graph that turns up: from plans, or by storing all and taking notes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from gradstow._errors import StalePlan
+from gradstow.capture import CompiledGraph, InputRole, StepLog, boxed, build_region, fingerprint, is_tangent, normalize
+from gradstow.execute._program import RegionProgram
+from gradstow.ir import PlanData, Region, RegionSchedule, just_in_time
+
+Boxed = Callable[[list[Any]], Any]
+
+
+class UnknownGraph(StalePlan):
+    """A graph turned up that no plan knows, before anything of this step ran."""
+
+
+class Source(Protocol):
+    """``find`` decides for a graph; ``forward`` and ``backward`` give the code that runs for it."""
+
+    def find(self, raw: fx.GraphModule, num_outputs: int, *, begun: bool) -> tuple[Region, RegionSchedule]: ...
+    def forward(self, program: RegionProgram) -> Boxed: ...
+    def backward(self, program: RegionProgram) -> Boxed: ...
+
+
+class Planned:
+    """Graphs that one of some plans knows.
+
+    Attributes:
+        plans: the newest last.
+        outdated: a graph that no plan knows turned up in the middle of a step, and was run storing all.
+    """
+
+    def __init__(self, plan: PlanData, *, strict: bool) -> None:
+        self.plans, self.strict, self.outdated = [plan], strict, False
+
+    def find(self, raw: fx.GraphModule, num_outputs: int, *, begun: bool) -> tuple[Region, RegionSchedule]:
+        """The region and its schedule. ``begun``: something of this step ran already, so it must go on.
+
+        Raises:
+            UnknownGraph: no plan knows the graph.
+        """
+        found = fingerprint(raw, num_outputs)
+        known = [pair for plan in reversed(self.plans) for pair in _managed(plan)]
+        for region, schedule in known:
+            if region.fingerprint == found:
+                return region, schedule
+        if begun and not self.strict:
+            self.outdated = True
+            return store_all(raw, num_outputs, self.plans[-1].graph.device)
+        planned = ", ".join(region.fingerprint for region, _ in known)
+        raise UnknownGraph(
+            f"the graph that runs ({found}) is none of the planned ones ({planned}): the model, its attributes, its "
+            "train/eval flags, the batch or torch changed since planning, or a hook that planning leaves out computes "
+            "with tensors. The model is plain again: stow it with budget=, which plans the graph that really runs."
+        )
+
+    def forward(self, program: RegionProgram) -> Boxed:
+        return program.forward
+
+    def backward(self, program: RegionProgram) -> Boxed:
+        return boxed(program.run_backward)
+
+
+class Recorded:
+    """Any graph: everything is stored, and what ran is noted in ``log``, so that the next step can be planned."""
+
+    def __init__(self, module: torch.nn.Module, device: str) -> None:
+        self._module, self._device = weakref.ref(module), device
+        self._graphs: dict[int, CompiledGraph] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Begin the notes of a new step."""
+        module = self._module()
+        self.log = StepLog([] if module is None else [p for p in module.parameters() if p.requires_grad])
+
+    def find(self, raw: fx.GraphModule, num_outputs: int, *, begun: bool) -> tuple[Region, RegionSchedule]:
+        return store_all(raw, num_outputs, self._device)
+
+    def forward(self, program: RegionProgram) -> Boxed:
+        graph = self._graph(program)
+        return boxed(lambda args: self.log.forward(graph, program.forward, args))
+
+    def backward(self, program: RegionProgram) -> Boxed:
+        graph = self._graph(program)
+
+        def run(args: list[Any]) -> Any:
+            saved = len(program.lowered.saved)
+            self.log.backward(graph, args[:saved], [t is not None for t in args[saved:]])
+            return program.run_backward(args)
+
+        return boxed(run)
+
+    def _graph(self, program: RegionProgram) -> CompiledGraph:
+        return self._graphs.setdefault(id(program), CompiledGraph(program.raw, program.num_forward_outputs))
+
+
+def store_all(raw: fx.GraphModule, num_outputs: int, device: str) -> tuple[Region, RegionSchedule]:
+    """A region for a graph that nobody planned, and the schedule that keeps all it can."""
+    primals = [n for n in raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    joint = build_region(normalize(raw), num_outputs, [InputRole()] * len(primals), device=device)
+    return joint.region, just_in_time(joint.region, range(len(joint.region.storages)))
+
+
+def _managed(plan: PlanData) -> list[tuple[Region, RegionSchedule]]:
+    pairs = zip(plan.graph.regions, plan.schedule.regions, strict=True)
+    return [(region, schedule) for region, schedule in pairs if region.managed]
