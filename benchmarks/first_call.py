@@ -8,8 +8,6 @@ Rows: the first training forward of ResNet-50 (batch 8) and GPT-2 (4 x 256) with
 
 from __future__ import annotations
 
-import csv
-import datetime
 import json
 import os
 import resource
@@ -17,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-OUT = Path(__file__).parent / "results" / "first_call.csv"
+from _rows import RESULTS, VERSIONS, versions, write
+
+OUT = RESULTS / "first_call.csv"
+FIELDS = ["what", "first_seconds", "later_seconds", "plain_step_peak_gib", "process_peak_gib", *VERSIONS]
 JOBS = {
     "resnet50 batch 8, first call, op timings not cached": ("stow", "torchvision:resnet50", 8),
     "resnet50 batch 8, first call, op timings cached": ("stow", "torchvision:resnet50", 8),
@@ -39,12 +39,10 @@ def main() -> None:
             command = [sys.executable, __file__, kind, target, str(batch)]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             found = json.loads(done.stdout.strip().splitlines()[-1])
-            write({"what": name, **found, "date": datetime.date.today().isoformat()})
+            write(OUT, FIELDS, {"what": name, **found})
 
 
 def work(kind: str, target_name: str, batch: int) -> dict[str, object]:
-    import torch
-
     import gradstow as gs
     from gradstow.cli._targets import build_target
 
@@ -64,7 +62,7 @@ def work(kind: str, target_name: str, batch: int) -> dict[str, object]:
         later = min(_step(model, target.batch, time.perf_counter()) for _ in range(2))
         found = {"first_seconds": round(first, 1), "later_seconds": round(later, 2)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {**found, "process_peak_gib": round(peak / 2**30, 2), "torch": torch.__version__}
+    return {**found, "process_peak_gib": round(peak / 2**30, 2), **versions()}
 
 
 def _step(model: object, batch: object, start: float) -> float:
@@ -74,26 +72,6 @@ def _step(model: object, batch: object, start: float) -> float:
     seconds = time.perf_counter() - start
     model.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
     return seconds
-
-
-def write(row: dict[str, object]) -> None:
-    fields = [
-        "what",
-        "first_seconds",
-        "later_seconds",
-        "plain_step_peak_gib",
-        "process_peak_gib",
-        "torch",
-        "date",
-    ]
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    new = not OUT.exists()
-    with OUT.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fields)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-    print(row, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

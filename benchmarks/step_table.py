@@ -13,11 +13,6 @@ resident, gradients included. Rows are appended to a CSV as they are found.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import os
-import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gradstow as gs
+from _rows import RESULTS, VERSIONS, versions, write
 from gradstow._api import make_step
 from gradstow._planning import plan_step
 from gradstow._units import Budget
@@ -37,8 +33,7 @@ MIB = 1 << 20
 FIELDS = [
     "model", "batch", "setting", "budget_mib", "plain_peak_mib", "measured_peak_mib", "events_peak_mib",
     "predicted_peak_mib", "prediction_error_percent", "within_budget", "equal", "compared", "time_ratio",
-    "ratio_low", "ratio_high", "bar_ratio", "rerun_ops", "predicted_added_percent", "rounds", "device", "machine",
-    "threads", "torch", "gradstow", "python", "date",
+    "ratio_low", "ratio_high", "bar_ratio", "rerun_ops", "predicted_added_percent", "rounds", *VERSIONS,
 ]  # fmt: skip
 
 
@@ -81,7 +76,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", help="settings to run, such as 466MiB or 60%%; default all")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_table.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS / "step_table.csv")
     arguments = parser.parse_args()
     for name in arguments.models:
         run_case(name, CASES[name], arguments)
@@ -93,7 +88,7 @@ def run_case(name: str, case: Case, arguments: argparse.Namespace) -> None:
     step = make_step(model, batch, target.loss, None, None, keep_output=False)
     whole = plan_step(model, step, None, "auto")
     proof = Proof(model, batch, step.call, target.loss, None)
-    common = {"model": name, "batch": case.batch, **versions(arguments)}
+    common = {"model": name, "batch": case.batch, **versions(arguments.device)}
     settings = [(f"{p}%", Budget(percent=p), 1.03 if p == 100 else None) for p in PERCENTS]
     settings += [(f"{m}MiB", Budget(total_bytes=whole.resident_bytes + m * MIB), bar) for m, bar in case.points]
     for label, budget, bar in settings:
@@ -104,11 +99,11 @@ def run_case(name: str, case: Case, arguments: argparse.Namespace) -> None:
             plan = replan(whole, budget)
         except gs.errors.BudgetTooSmall as error:
             row["setting"] += f" refused: the smallest is {(error.minimum_bytes - whole.resident_bytes) / MIB:.0f} MiB"
-            write(arguments.out, row)
+            write(arguments.out, FIELDS, row)
             continue
-        write(arguments.out, {**row, **planned_row(proof, plan, arguments.rounds)})
+        write(arguments.out, FIELDS, {**row, **planned_row(proof, plan, arguments.rounds)})
     if not arguments.only or "block" in arguments.only:
-        write(arguments.out, {**common, "setting": "checkpoint per block", **block_row(proof, case, arguments)})
+        write(arguments.out, FIELDS, {**common, "setting": "checkpoint per block", **block_row(proof, case, arguments)})
 
 
 def replan(whole: gs.Plan, budget: Budget) -> gs.Plan:
@@ -187,32 +182,6 @@ def events_peak(trainee: Any) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
-
-
-def versions(arguments: argparse.Namespace) -> dict[str, Any]:
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
-    return {
-        "device": device,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "gradstow": gs.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def write(path: Path, row: dict[str, Any]) -> None:
-    """Append the row and show it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if new:
-            writer.writeheader()
-        writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
-    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k in FIELDS[:17]}
-    print(" ".join(f"{k}={v}" for k, v in shown.items() if v is not None), file=sys.stderr, flush=True)
 
 
 def _to(item: Any, device: str) -> Any:

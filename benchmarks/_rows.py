@@ -1,0 +1,47 @@
+"""Rows of results: appended to a CSV as they are found, and shown."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write(path: Path, fields: Sequence[str], row: Mapping[str, Any]) -> None:
+    """Append the row; floats with four digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fields)
+        if new:
+            writer.writeheader()
+        writer.writerow(shown)
+    print(" ".join(f"{k}={v}" for k, v in shown.items() if v is not None), file=sys.stderr, flush=True)
+
+
+def versions(device: str = "cpu") -> dict[str, Any]:
+    """What every row says about where it was measured."""
+    import torch
+
+    import gradstow
+
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "gradstow": gradstow.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+VERSIONS = ("device", "machine", "threads", "torch", "gradstow", "python", "date")
