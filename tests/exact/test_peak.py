@@ -118,7 +118,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.usefixtures("guessed_costs")  # only bytes matter
 @pytest.mark.parametrize("name", [*LOSSES, "logits", "cosine"])
 def test_the_peak_of_a_loss_outside_of_the_model(name: str, device: str) -> None:
     """The loss runs as plain PyTorch, and is most of this step's memory. Never more than predicted."""
