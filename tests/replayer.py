@@ -150,7 +150,7 @@ class Ledger:
             extra = 0
             for s in self.on(r, outputs) - self.on(r, op.inputs):
                 first = self.made.get((r, s))
-                if again and (s in plan.kept or s in alive or (first and first.end > 2 * now)):
+                if again and (s in alive or (first and first.end > 2 * now)):
                     extra += self.nbytes((r, s))
                 else:
                     alive[s] = Block(self.nbytes((r, s)), 2 * now)

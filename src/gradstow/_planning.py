@@ -18,7 +18,7 @@ from gradstow.planner import check_policy, make_plan, plain_step_peak
 
 Progress = Callable[[str, int, int], None]
 
-_TIMING_LIMIT = 4 << 30  # bytes that timing one op may take where the budget does not say less
+_TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
 _HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from gradstow.ir import Free, RegionSchedule, Run, StepGraph, just_in_time
+from gradstow.ir import Free, RegionSchedule, Run, StepGraph, just_in_time, write_events
 from graphs import (
     HAND_MADE,
     batch_norm,
@@ -163,7 +163,7 @@ def test_a_tuple_to_the_last_event() -> None:
     assert just_in_time(region, {f1}) == RegionSchedule(
         kept=(f1,),
         forward=(Run(0), Run(1), Run(2), Free(f2)),
-        backward=(Run(1), Run(3), Free(f2), Free(t), Run(4), Free(f1), Free(b3), Run(5), Free(b2)),
+        backward=(Run(1), Run(3), Free(t), Free(f2), Run(4), Free(b3), Free(f1), Run(5), Free(b2)),
     )
 
 
@@ -203,3 +203,25 @@ def test_views_that_nobody_reads_do_not_run() -> None:
     plan = just_in_time(region, storages_of(region, "f"))
     assert plan.forward == script(region, "f g")
     assert script(region, "seen")[0] not in plan.backward
+
+
+def test_a_storage_that_is_made_again_has_two_lives() -> None:
+    """f2 is kept for b3, given back, and made once more for b1, which reads it as well here."""
+    region = with_op(chain(4), 0, "b1", inputs=(14, 0, 1, 6)).regions[0]
+    once, twice = write_events(region, {}), write_events(region, {7: (0, 1)})
+    assert once.kept == twice.kept == storages_of(region, "f1", "f2", "f3")
+    assert once.backward == script(region, "b4 -t -f3 b3 -b4.0 b2 -b3.0 -f1 b1 -b2.0 -f2")
+    assert twice.backward == script(region, "b4 -t -f3 b3 -b4.0 -f2 b2 -b3.0 -f1 f1 f2 -f1 b1 -b2.0 -f2")
+
+
+def test_a_view_is_made_anew_in_each_life() -> None:
+    region = with_op(viewed(), 0, "bf", inputs=(6, 0, 3)).regions[0]  # reads the view as well
+    plan = write_events(region, {5: (0,)})
+    assert plan.kept == storages_of(region, "f")
+    assert plan.backward == script(region, "seen bg -t -f f seen bf -bg.0 -f flat add<bf -bg.1")
+
+
+def test_what_nobody_reads_is_given_back_at_once() -> None:
+    region = chain().regions[0]
+    plan = write_events(region, {4: (1,)})
+    assert plan.backward == script(region, "b3 -t -f2 f2 -f2 b2 -b3.0 -f1 b1 -b2.0")

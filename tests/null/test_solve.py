@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from gradstow.errors import BudgetTooSmall
-from gradstow.ir import CostTable, OpCost, PlanData, Resident, SpecError, StepGraph, just_in_time
+from gradstow.ir import CostTable, OpCost, PlanData, Resident, SpecError, StepGraph, write_events
 from gradstow.planner import _solve, make_plan, plain_step_peak
 from graphs import (
     HAND_MADE,
@@ -201,10 +201,10 @@ def test_what_is_handed_out_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class Broken:
         def __call__(self, *args: object, **kwargs: object) -> object:
-            plan = just_in_time(*args, **kwargs)  # type: ignore[arg-type]
+            plan = write_events(*args, **kwargs)  # type: ignore[arg-type]
             return replace(plan, backward=plan.backward[:-2])
 
-    monkeypatch.setattr(_solve, "just_in_time", Broken())
+    monkeypatch.setattr(_solve, "write_events", Broken())
     with pytest.raises(SpecError, match="never runs"):
         planned(chain(), None)
 

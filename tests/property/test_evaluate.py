@@ -11,28 +11,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradstow.ir import CostTable, StepGraph, check_schedule, replay
-from gradstow.planner import _evaluate
-from gradstow.planner._evaluate import Outcome, evaluate
-from gradstow.planner._local import improve, is_small
+from gradstow.planner import _small
+from gradstow.planner._evaluate import Order, Outcome, evaluate, expand
+from gradstow.planner._moves import improve, prune, repair
 from gradstow.planner._problem import Problem, build_problem
-from gradstow.planner._solve import _by_region, _events
+from gradstow.planner._solve import schedule_of
 from graphs import HAND_MADE, MIB, chain, costs_of, graphs_and_costs, random_costs, random_graph, with_op, with_region
 
 
-def kept_of(problem: Problem, seed: int) -> set[int]:
+def order_of(problem: Problem, seed: int) -> Order:
+    """A random order: random kept storages, some of them dropped and made again in between, some reruns for nothing."""
     chooser = random.Random(seed)
     share = chooser.random()
-    return {s for s in sorted(problem.keepable) if chooser.random() < share}
+
+    def some(part: float) -> set[int]:
+        return {s for s in sorted(problem.keepable) if chooser.random() < part}
+
+    without = {j: some(0.5) for j in range(len(problem.backward)) if chooser.random() < 0.3}
+    order = expand(problem, some(share), without)
+    again = sorted(problem.remaker.items())
+    for _ in range(chooser.randint(0, 3) if again else 0):
+        node = chooser.choice(again)[1]
+        places = [i for i, (n, _) in enumerate(order) if n.region == node.region and node.region not in problem.shared]
+        if places:
+            order.insert(chooser.choice(places), (node, True))
+    return order
 
 
 def followed(
-    graph: StepGraph, costs: CostTable, kept: int | set[int], reuse: bool
+    graph: StepGraph, costs: CostTable, order: int | set[int], reuse: bool
 ) -> tuple[Outcome, list[int], float, int]:
     """What evaluate says; and of the replay the bytes while each op but a view runs, the seconds, the peak."""
     problem = build_problem(graph, costs)
-    kept = kept if isinstance(kept, set) else kept_of(problem, kept)
-    outcome = evaluate(problem, kept, reuse=reuse)
-    schedule = _events(graph, _by_region(problem, outcome.kept), reuse=reuse)
+    chosen = expand(problem, order) if isinstance(order, set) else order_of(problem, order)
+    outcome = evaluate(problem, chosen, reuse=reuse)
+    schedule = schedule_of(problem, chosen, reuse=reuse)
     check_schedule(graph, schedule)
     timeline = replay(graph, schedule, costs)
     real = [m for m in timeline.moments if m.op < 0 or not graph.regions[m.region].ops[m.op].view]
@@ -127,33 +140,35 @@ def test_the_exact_test_fails_where_reuse_is_forgotten() -> None:
         graph = random_graph(pick)
         costs = random_costs(pick, graph)
         problem = build_problem(graph, costs)
-        outcome = _evaluate.evaluate(problem, kept_of(problem, seed), reuse=False)
+        outcome = evaluate(problem, order_of(problem, seed), reuse=False)
         different += not same(outcome, *followed(graph, costs, seed, True)[1:])
     assert different >= 10
 
 
 @given(graphs_and_costs(regions=2, ops=16), st.integers(0, 2**32), st.integers(0, 100))
-def test_local_search_never_makes_it_worse(drawn: tuple[StepGraph, CostTable], seed: int, percent: int) -> None:
+def test_moves_do_what_they_say(drawn: tuple[StepGraph, CostTable], seed: int, percent: int) -> None:
     problem = build_problem(*drawn)
-    start = evaluate(problem, kept_of(problem, seed))
+    start = evaluate(problem, order_of(problem, seed))
     budget = start.peak_bytes * percent // 100
-    better = improve(problem, start, budget, work=60)
-    assert max(better.peak_bytes - budget, 0) <= max(start.peak_bytes - budget, 0)
-    if start.peak_bytes <= budget:
-        assert better.seconds <= start.seconds + 1e-12
-    again = evaluate(problem, better.kept)
+    mended = repair(problem, start, budget, work=60)
+    assert mended.excess(budget) <= start.excess(budget)
+    better = improve(problem, mended, max(budget, mended.peak_bytes), work=60)
+    assert better.seconds <= mended.seconds + 1e-12
+    assert better.peak_bytes <= max(budget, mended.peak_bytes)
+    again = evaluate(problem, better.order)
     assert (again.peak_bytes, again.seconds) == (better.peak_bytes, better.seconds)
+    assert evaluate(problem, prune(problem, start.order)).seconds <= start.seconds
 
 
-def test_local_search_helps_in_large_problems() -> None:
+def test_repair_helps_in_large_problems() -> None:
     better = large = 0
     for seed in range(40):
         pick = random.Random(seed).randint
         graph = random_graph(pick, ops=60)
         problem = build_problem(graph, random_costs(pick, graph))
-        if not is_small(problem):
+        if not any(True for _ in _small.outcomes(problem)):
             large += 1
-            start = evaluate(problem, set(problem.keepable))
-            better += improve(problem, start, 0).peak_bytes < start.peak_bytes
+            start = evaluate(problem, expand(problem, set(problem.keepable)))
+            better += repair(problem, start, 0, work=100).peak_bytes < start.peak_bytes
     assert large >= 15
     assert better >= large // 2

@@ -85,6 +85,9 @@ class _Emitter:
         self.env: dict[int, fx.Node] = {}
         self.values = {n: v for v, n in enumerate(joint.value_nodes) if n is not None}
         self.victims: Victims = {}
+        self.on: dict[int, list[int]] = {}  # storage → its values
+        for value, item in enumerate(joint.region.values):
+            self.on.setdefault(item.storage, []).append(value)
 
     def placeholder(self, source: fx.Node) -> fx.Node:
         node = self.graph.placeholder(source.name)
@@ -92,6 +95,11 @@ class _Emitter:
         if source in self.values:
             self.env[self.values[source]] = node
         return node
+
+    def free(self, storage: int) -> None:
+        """What comes after is another life: it must be made anew."""
+        for value in self.on.get(storage, ()):
+            self.env.pop(value, None)
 
     def emit(self, event: Run, *, again: bool) -> None:
         op, source = self.joint.region.ops[event.op], self.joint.op_nodes[event.op]
@@ -112,6 +120,7 @@ class _Emitter:
             self.env.setdefault(outputs[0][1], node)
         if event.reuse >= 0:
             self.victims[node] = self.env[event.reuse]
+            self.free(self.joint.region.values[event.reuse].storage)
 
     def _position(self, value: int) -> int:
         """Where the value stands among its op's outputs (absent outputs count)."""
@@ -153,6 +162,8 @@ def _forward(joint: JointGraph, schedule: RegionSchedule, saved: list[int]) -> t
     for event in schedule.forward:
         if isinstance(event, Run):
             emitter.emit(event, again=False)
+        else:
+            emitter.free(event.storage)
     outputs = [_output(joint, emitter, position) for position in range(len(joint.region.outputs))]
     return emitter.module(outputs + [emitter.env[v] for v in saved]), emitter.victims
 
@@ -175,4 +186,6 @@ def _backward(joint: JointGraph, schedule: RegionSchedule, saved: list[int]) -> 
     for event in schedule.backward:
         if isinstance(event, Run):
             emitter.emit(event, again=not joint.region.ops[event.op].backward)
+        else:
+            emitter.free(event.storage)
     return emitter.module([emitter.node(v) for v in joint.region.gradients]), emitter.victims

@@ -1,6 +1,7 @@
 """What the rooms exchange. Plain data, no torch."""
 
 from gradstow.ir._cost import CostTable, OpCost
+from gradstow.ir._events import Reruns, just_in_time, write_events
 from gradstow.ir._graph import (
     GraphBreak,
     Op,
@@ -12,7 +13,6 @@ from gradstow.ir._graph import (
     StorageKind,
     Value,
 )
-from gradstow.ir._just_in_time import just_in_time
 from gradstow.ir._plan import PlanData
 from gradstow.ir._replay import Moment, Timeline, replay
 from gradstow.ir._schedule import Event, Free, RegionSchedule, Run, Schedule
@@ -30,6 +30,7 @@ __all__ = [
     "Region",
     "RegionSchedule",
     "Rerun",
+    "Reruns",
     "Resident",
     "Run",
     "Schedule",
@@ -43,4 +44,5 @@ __all__ = [
     "check_schedule",
     "just_in_time",
     "replay",
+    "write_events",
 ]

@@ -150,7 +150,7 @@ class _Walk:
                 for who in (f"kept{r}", f"backward{r}", f"tangent{r}"):
                     self.release(self.key(r, event.storage), who)
             else:
-                self._run(r, event, f"backward{r}", backward=True, kept=plan.kept)
+                self._run(r, event, f"backward{r}", backward=True)
         for value, accumulated, given in zip(region.gradients, region.accumulated, region.inputs, strict=True):
             if value < 0 or (accumulated and self.graph.grads_exist):
                 continue
@@ -165,14 +165,14 @@ class _Walk:
         for key in [k for k, holders in self.holders.items() if who in holders]:
             self.release(key, who)
 
-    def _run(self, r: int, event: Run, who: str, *, backward: bool, kept: tuple[int, ...] = ()) -> None:
+    def _run(self, r: int, event: Run, who: str, *, backward: bool) -> None:
         region = self.graph.regions[r]
         op = region.ops[event.op]
         recompute = backward and not op.backward
         cost = self.costs.rerun(op) if recompute else self.costs.run(op)
         made = self._made(r, region, op, recompute)
-        twice = {k for k in made if recompute and (k in self.holders or (k[0] == r and k[1] in kept))}
-        transient = sum(self.nbytes(k) for k in twice)  # made beside the kept original, and dropped at once
+        twice = {k for k in made if recompute and k in self.holders}
+        transient = sum(self.nbytes(k) for k in twice)  # made beside what somebody holds, and dropped at once
         if event.reuse >= 0:
             taken = self.key(r, region.values[event.reuse].storage)
             self.holders.pop(taken, None)

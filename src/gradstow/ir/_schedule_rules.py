@@ -53,8 +53,8 @@ class Followed:
 class _Part:
     """Values that are there while the forward or the backward of a region runs."""
 
-    def __init__(self, region: Region, values: set[int], kept: set[int], *, backward: bool) -> None:
-        self.region, self.there, self.kept, self.backward = region, values, kept, backward
+    def __init__(self, region: Region, values: set[int], held: set[int], *, backward: bool) -> None:
+        self.region, self.there, self.held, self.backward = region, values, held, backward
         self.storage = [v.storage for v in region.values]
         self.on: dict[int, list[int]] = {}
         for value, storage in enumerate(self.storage):
@@ -79,10 +79,10 @@ class _Part:
         if event.reuse >= 0:
             self._free(self.storage[event.reuse])
         for v in outputs:
-            if not (again and not op.view and self.storage[v] in self.kept):  # beside the kept one, and dropped
+            if not (again and not op.view and self.storage[v] in self.held):  # beside what the caller holds: no use
                 self.there.add(v)
-                self.alive.add(self.storage[v])
-                self.freed.discard(self.storage[v])
+            self.alive.add(self.storage[v])
+            self.freed.discard(self.storage[v])
         return step
 
     def _free(self, storage: int) -> None:
@@ -95,7 +95,7 @@ def follow(region: Region, plan: RegionSchedule, held: set[int]) -> Followed:
     forward = _Part(region, set(region.inputs), set(), backward=False)
     steps = [forward.follow(event) for event in plan.forward]
     kept = set(plan.kept)
-    backward = _Part(region, _at_backward_start(region, kept), kept | held, backward=True)
+    backward = _Part(region, _at_backward_start(region, kept), held - kept, backward=True)
     steps += [backward.follow(event) for event in plan.backward]
     return Followed(region, held, plan, steps, forward.there, backward.there)
 
@@ -139,11 +139,23 @@ def _order(f: Followed, *, backward: bool) -> Iterator[str]:
         yield f"{op_name(f.region, i)}, which never runs,"
     for i in real[len(expected) :]:
         yield f"{op_name(f.region, i)}, which runs once more,"
-    seen: set[int] = set()
-    for i in ran:
-        if i in seen:
-            yield f"view {op_name(f.region, i)}, which runs twice,"
-        seen.add(i)
+    yield from _twice(f, backward=backward)
+
+
+def _twice(f: Followed, *, backward: bool) -> Iterator[str]:
+    """Views that run again though nothing was given back since."""
+    seen: dict[int, int] = {}  # view → its storage
+    for step in f.steps:
+        if step.backward != backward:
+            continue
+        if not isinstance(step.event, Run):
+            seen = {i: s for i, s in seen.items() if s != step.event.storage}
+            continue
+        op = f.region.ops[step.event.op]
+        if op.view and step.event.op in seen:
+            yield f"view {op_name(f.region, step.event.op)}, which runs twice,"
+        elif op.view:
+            seen[step.event.op] = f.region.values[op.outputs[0]].storage
 
 
 def _forward_order(f: Followed) -> Iterator[str]:
@@ -212,13 +224,9 @@ def _scopes(f: Followed) -> Iterator[str]:
     for backward in (False, True):
         steps = [s for s in f.steps if s.backward == backward]
         runs = [(i, region.ops[s.event.op]) for i, s in enumerate(steps) if isinstance(s.event, Run)]
-        ends = {op.scope: i for i, op in runs if op.scope >= 0}
-        until = {
-            region.values[v].storage: ends[op.scope]
-            for _, op in runs
-            if op.scope >= 0
-            for v in (*op.inputs, *op.outputs)
-        }
+        scoped = [(i, op) for i, op in runs if op.scope >= 0 and not op.view]
+        ends = {op.scope: i for i, op in scoped}
+        until = {region.values[v].storage: ends[op.scope] for _, op in scoped for v in (*op.inputs, *op.outputs)}
         for i, step in enumerate(steps):
             if not isinstance(step.event, Run) and i < until.get(step.event.storage, i):
                 yield f"{step.event}"

@@ -1,6 +1,7 @@
 """StepGraph × CostTable → Plan. One solver per file; everything that a solver returns is replayed."""
 
 from gradstow.planner._policies import POLICIES, check_policy
-from gradstow.planner._solve import make_plan, plain_step_peak
+from gradstow.planner._search import Effort
+from gradstow.planner._solve import make_plan, plain_step_peak, smallest_peak
 
-__all__ = ["POLICIES", "check_policy", "make_plan", "plain_step_peak"]
+__all__ = ["POLICIES", "Effort", "check_policy", "make_plan", "plain_step_peak", "smallest_peak"]

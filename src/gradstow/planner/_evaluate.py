@@ -1,69 +1,82 @@
-"""Seconds and peak of a set of kept storages, in about a millisecond: the inner loop of every search.
+"""Seconds and bytes of an order of runs, in about a millisecond: the inner loop of every search.
 
-The rule of the schedule: what the backward needs and was not kept is made again just before its first
-use, from whatever is there, and lives until its last use. ``planner/_schedule`` writes the same rule down
-as events, and ``ir.replay`` of those events is the last word.
+An order is the backward as it runs: each backward op, and before it the forward ops that run again for it.
+That is a whole decision: what is read before it is made again is kept from the forward, and each life of a
+storage ends with its last use. ``ir.write_events`` writes the same down as events, and ``ir.replay`` of
+those is the last word.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradstow.planner._problem import Node, Problem, scope_ends
 
+Order = list[tuple[Node, bool]]  # (node, whether it is a recomputation)
+NOTHING: Mapping[int, set[int]] = {}
+
 
 @dataclass(slots=True)
 class Outcome:
-    """What a set of kept storages leads to.
+    """What an order leads to.
 
     Attributes:
+        order: the backward as run.
         peak_bytes: highest live bytes of the step, above what is resident.
         seconds: recomputation added to the step.
-        kept: the storages really kept (with those that no op may make again).
-        backward: the backward as run: (node, whether it is a recomputation).
+        kept: storages that cross from the forward to the backward.
         during: live bytes at each moment, forwards first.
-        peak_at: index into ``during``.
-        last_use: storage → index in ``backward`` of its last use.
+        lives: (storage, first position, last position) in ``order``; -1 for what is there at its start.
     """
 
+    order: Order
     peak_bytes: int
     seconds: float
     kept: set[int]
-    backward: list[tuple[Node, bool]]
     during: list[int]
-    peak_at: int
-    last_use: dict[int, int]
+    lives: list[tuple[int, int, int]]
+
+    @property
+    def start(self) -> int:
+        """Index in ``during`` of the backward's first moment."""
+        return len(self.during) - len(self.order)
+
+    @property
+    def peak_at(self) -> int:
+        return max(range(len(self.during)), key=self.during.__getitem__, default=-1)
+
+    def excess(self, budget: int) -> int:
+        """Bytes over the budget, summed over the moments: how far an order is from fitting."""
+        return sum(nbytes - budget for nbytes in self.during if nbytes > budget)
 
 
-def evaluate(problem: Problem, kept: set[int], *, reuse: bool = True) -> Outcome:
-    """Follow the whole step for these kept storages. ``reuse``: whether dying inputs are written over."""
-    order, kept, seconds = _expand(problem, kept)
-    live_at_end, during = _forward(problem, kept, reuse)
-    last_use = _last_uses(order, kept | problem.held)
-    _backward(problem, kept, order, last_use, live_at_end, during, reuse)
-    peak_at = max(range(len(during)), key=during.__getitem__, default=-1)
-    return Outcome(max(during, default=0), seconds, kept, order, during, peak_at, last_use)
+def evaluate(problem: Problem, order: Order, *, reuse: bool = True) -> Outcome:
+    """Follow the whole step. ``reuse``: whether dying inputs are written over."""
+    lives, kept, dies, beside = _lives(problem, order)
+    live, during = _forward(problem, kept, reuse)
+    _backward(problem, kept, order, dies, beside, live, during, reuse)
+    seconds = sum(node.again_seconds for node, again in order if again)
+    return Outcome(order, max(during, default=0), seconds, kept, during, lives)
 
 
-def _expand(problem: Problem, wanted: set[int]) -> tuple[list[tuple[Node, bool]], set[int], float]:
-    """The backward with its recomputations, the storages that turn out to be kept, the added seconds."""
-    kept = wanted & problem.keepable
-    available = kept | problem.held | problem.always
+def expand(problem: Problem, kept: set[int], without: Mapping[int, set[int]] = NOTHING) -> Order:
+    """The order that keeps ``kept`` and makes what is missing again just before its first use.
+
+    ``without`` maps a backward op (its position in ``problem.backward``) to storages that must not be there
+    while it runs, unless it reads them: what needs them later makes them once more. What no op may make again
+    is kept whether asked for or not.
+    """
+    available = (kept & problem.keepable) | problem.fixed | problem.always
     for tangents in problem.tangents.values():
         available.update(tangents)
-    order: list[tuple[Node, bool]] = []
-    seconds = 0.0
-    forward, maker, boundary = problem.forward, problem.maker, problem.boundary
-    for node in problem.backward:
+    order: Order = []
+    for position, node in enumerate(problem.backward):
         stack = [s for s in node.inputs if s not in available]
         while stack:
             storage = stack[-1]
-            if storage in available:
-                stack.pop()
-                continue
-            source = forward[maker[storage]] if maker[storage] >= 0 else None
-            if source is None or source.pinned or storage in boundary or storage not in source.again_outputs:
-                kept.add(storage)
+            source = problem.remaker.get(storage)
+            if storage in available or source is None:
                 available.add(storage)
                 stack.pop()
                 continue
@@ -73,15 +86,45 @@ def _expand(problem: Problem, wanted: set[int]) -> tuple[list[tuple[Node, bool]]
                 continue
             stack.pop()
             order.append((source, True))
-            seconds += source.again_seconds
             available.update(source.again_outputs)
+        gone = without.get(position)
+        if gone and node.region not in problem.shared:
+            available -= {s for s in gone & problem.remaker.keys() if s not in node.inputs}
         order.append((node, False))
         available.update(node.outputs)
-    kept |= problem.always
-    read: set[int] = set()
-    for node, again in order:
-        read.update(node.again_inputs if again else node.inputs)
-    return order, kept & read, seconds
+    return order
+
+
+def _lives(
+    problem: Problem, order: Order
+) -> tuple[list[tuple[int, int, int]], set[int], list[list[int]], list[set[int]]]:
+    """Lives of all storages; what is kept; by position what dies; and what is made beside a copy that is held."""
+    fixed = problem.fixed
+    ends = scope_ends([node for node, _ in order])
+    opened: dict[int, int] = {}
+    lives: list[tuple[int, int, int]] = []
+    dies: list[list[int]] = [[] for _ in order]
+    beside: list[set[int]] = [_NONE] * len(order)
+    for position in range(len(order) - 1, -1, -1):
+        node, again = order[position]
+        end = position if again else ends[position]
+        for s in node.again_outputs if again else node.outputs:
+            if again and s in fixed:
+                beside[position] = beside[position] | {s}
+                continue
+            last = opened.pop(s, end)
+            lives.append((s, position, last))
+            dies[last].append(s)
+        for s in node.again_inputs if again else node.inputs:
+            opened.setdefault(s, end)
+    for s, last in opened.items():
+        lives.append((s, -1, last))
+        dies[last].append(s)
+    kept = {s for s in opened if problem.maker[s] >= 0} | (problem.always & opened.keys())
+    return lives, kept, dies, beside
+
+
+_NONE: set[int] = set()
 
 
 def _forward(problem: Problem, kept: set[int], reuse: bool) -> tuple[int, list[int]]:
@@ -98,58 +141,41 @@ def _forward(problem: Problem, kept: set[int], reuse: bool) -> tuple[int, list[i
     return live - sum(nbytes[s] for s in problem.lasting - kept), during
 
 
-def _last_uses(order: list[tuple[Node, bool]], present: set[int]) -> dict[int, int]:
-    last: dict[int, int] = {}
-    for index, (end, (node, again)) in enumerate(zip(scope_ends([n for n, _ in order]), order, strict=True)):
-        end = index if again else end
-        for s in node.again_inputs if again else node.inputs:
-            last[s] = end
-        for s in node.again_outputs if again else node.outputs:
-            if s not in present:
-                last[s] = end
-    return last
-
-
 def _backward(
     problem: Problem,
     kept: set[int],
-    order: list[tuple[Node, bool]],
-    last_use: dict[int, int],
+    order: Order,
+    dies: Sequence[list[int]],
+    beside: Sequence[set[int]],
     live: int,
     during: list[int],
     reuse: bool,
 ) -> None:
     nbytes, held, stay = problem.nbytes, problem.held, problem.passing | problem.accumulated
     tangents = {s for storages in problem.tangents.values() for s in storages}
-    ends = _region_ends(order)
-    dies: list[list[int]] = [[] for _ in order]
-    for s, index in last_use.items():
-        if s not in held and s not in stay:
-            dies[index].append(s)
-    present = kept | held | tangents
+    untouchable = kept | held | tangents
+    seen: set[int] = set()
+    ends = {node.region: index for index, (node, _) in enumerate(order)}
     current = -1
     for index, (node, again) in enumerate(order):
         if node.region != current:
             current = node.region
             live += sum(nbytes[s] for s in problem.tangents[current])
         outputs = node.again_outputs if again else node.outputs
-        new = 0
-        for s in outputs:
-            new += nbytes[s]
-        fresh = new - sum(nbytes[s] for s in outputs if s in present) if again else new
+        new = sum(nbytes[s] for s in outputs)
         extra = node.again_working if again else node.working
-        if reuse:
+        dying = dies[index]
+        if reuse and node.overwrites and not (node.outputs and node.outputs[0] in untouchable):
             for s in node.overwrites:
-                if last_use.get(s) == index and s not in present and s not in stay:
+                if s in dying and s not in untouchable and s not in stay:
                     extra -= nbytes[s]
                     break
         during.append(live + new + extra)
-        live += fresh
-        for s in dies[index]:
-            live -= nbytes[s]
+        live += new - sum(nbytes[s] for s in beside[index])
+        for s in dying:
+            if s not in held and s not in stay:
+                live -= nbytes[s]
+        seen.update(outputs)
+        seen.update(node.inputs)
         if ends[current] == index:
-            live -= sum(nbytes[s] for s in problem.leaving.get(current, ()) if s in stay or s not in last_use)
-
-
-def _region_ends(order: list[tuple[Node, bool]]) -> dict[int, int]:
-    return {node.region: index for index, (node, _) in enumerate(order)}
+            live -= sum(nbytes[s] for s in problem.leaving.get(current, ()) if s in stay or s not in seen)

@@ -6,6 +6,7 @@ graph (a block called in a loop) share their decisions, since they share their c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,9 @@ class Problem:
         keepable: storages that can cross from the forward to the backward.
         always: storages that must be kept (boundaries, unmanaged regions).
         boundary: storages that a later region reads.
+        fixed: held or boundary storages, which stay as they are even where an op makes a copy again.
+        remaker: storage → the forward node that can make it again; absent where it must be kept.
+        shared: regions that run the same graph as another one, and so the same schedule.
         tangents: by region, storages that are there when that region's backward starts.
         leaving: by region, gradients and tangents that are given up, at the latest, after its backward.
         passing: gradients that live to the end of a region's backward or longer, whoever reads them.
@@ -66,6 +70,9 @@ class Problem:
     keepable: set[int] = field(default_factory=set)
     always: set[int] = field(default_factory=set)
     boundary: set[int] = field(default_factory=set)
+    fixed: set[int] = field(default_factory=set)
+    remaker: dict[int, Node] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
     tangents: dict[int, list[int]] = field(default_factory=dict)
     accumulated: set[int] = field(default_factory=set)
     leaving: dict[int, set[int]] = field(default_factory=dict)
@@ -73,13 +80,6 @@ class Problem:
     names: list[tuple[int, int]] = field(default_factory=list)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     deaths: list[set[int]] = field(default_factory=list)
-
-    def members(self) -> dict[int, list[int]]:
-        """Decision → its storages."""
-        result: dict[int, list[int]] = {}
-        for storage, decision in enumerate(self.decision):
-            result.setdefault(decision, []).append(storage)
-        return result
 
 
 def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
@@ -109,7 +109,19 @@ def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
         node.overwrites = tuple(s for s in node.overwrites if s not in problem.boundary)
     problem.deaths = _deaths(problem)
     problem.keepable = {s for s, maker in enumerate(problem.maker) if maker >= 0}
+    problem.fixed = problem.held | problem.boundary
+    problem.remaker = {
+        s: problem.forward[problem.maker[s]]
+        for s in problem.keepable - problem.fixed - problem.always
+        if _can_run_again(graph, problem.forward[problem.maker[s]], s)
+    }
+    prints = Counter(region.fingerprint or str(r) for r, region in enumerate(graph.regions))
+    problem.shared = {r for r, region in enumerate(graph.regions) if prints[region.fingerprint or str(r)] > 1}
     return problem
+
+
+def _can_run_again(graph: StepGraph, node: Node, storage: int) -> bool:
+    return graph.regions[node.region].managed and not node.pinned and storage in node.again_outputs
 
 
 def scope_ends(nodes: Sequence[Node]) -> list[int]:

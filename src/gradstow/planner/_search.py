@@ -1,48 +1,95 @@
-"""Find what to keep for a budget: solve the knapsack, follow the result, add the moments that overflow."""
+"""Find the cheapest order for a budget: solve the program, follow its solution, mend it, add moments, again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gradstow.planner._evaluate import Outcome, evaluate
-from gradstow.planner._knapsack import Knapsack
-from gradstow.planner._local import improve
+from gradstow.planner._evaluate import Outcome, evaluate, expand
+from gradstow.planner._moves import improve, prune, repair
 from gradstow.planner._problem import Problem
+from gradstow.planner._program import Stages
 
-_ROUNDS = 10
 _MOMENTS_PER_ROUND = 4
+_APART = 3  # moments of one round are further apart than this
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much work a search may do. Counted, so that the same input gives the same plan; seconds only stop a solver
+    that runs away.
+
+    Attributes:
+        rounds: programs to solve at most.
+        gap: relative gap at which a program counts as solved, and the search as finished (of the whole step's time).
+        moves: evaluations for mending and improving one solution.
+        nodes: branches of one program.
+        seconds: emergency brake of one program.
+    """
+
+    rounds: int = 6
+    gap: float = 0.003
+    moves: int = 400
+    nodes: int = 1
+    seconds: float = 60.0
 
 
 @dataclass(slots=True)
 class Found:
-    """A kept set that fits, or the best attempt. ``bound`` is the proven lower bound on added seconds."""
+    """The best order that fits, or None; a proven lower bound on the added seconds; whether nothing fits, proven."""
 
     outcome: Outcome | None
-    bound: float
-    rounds: int
+    bound: float = 0.0
+    infeasible: bool = False
+    rounds: int = 0
+    moments: set[int] = field(default_factory=set)
 
 
-def search(problem: Problem, knapsack: Knapsack, budget: int, *, seconds: float = 4.0, gap: float = 0.005) -> Found:
-    """The cheapest kept set whose followed peak is at or under ``budget`` step bytes; ``outcome`` None if none."""
-    moments: dict[int, int] = {}
-    bound = 0.0
-    for rounds in range(1, _ROUNDS + 1):
-        solution = knapsack.solve(budget, moments, seconds=seconds, gap=gap)
-        if rounds == 1:
-            bound = solution.bound  # only the start of the backward: holds for every order of reruns
+def search(
+    problem: Problem, stages: Stages, budget: int, effort: Effort, *, moments: frozenset[int] = frozenset()
+) -> Found:
+    """The cheapest order whose followed peak is at or under ``budget`` step bytes.
+
+    ``moments``: those of a neighbouring budget, to start from.
+    """
+    found = Found(None, moments=set(moments))
+    step = sum(node.seconds for node in (*problem.forward, *problem.backward))
+    while found.rounds < effort.rounds:
+        found.rounds += 1
+        solution = stages.solve(budget, found.moments, gap=effort.gap, seconds=effort.seconds, nodes=effort.nodes)
+        found.bound = max(found.bound, solution.bound)
         if solution.kept is None:
-            return Found(None, bound, rounds)
-        outcome = evaluate(problem, solution.kept)
-        if outcome.peak_bytes <= budget:
-            return Found(outcome, bound, rounds)
-        _add_overflows(problem, outcome, budget, moments)
-    return Found(None, bound, _ROUNDS)
+            found.infeasible = solution.infeasible
+            break
+        order = prune(problem, expand(problem, solution.kept, solution.without))
+        followed = evaluate(problem, order)
+        _take(found, settle(problem, followed, budget, effort), budget)
+        best = found.outcome
+        if best is not None and best.seconds - found.bound <= effort.gap * (step + found.bound):
+            break
+        new = _overflows(problem, followed, budget) - found.moments
+        if not new:
+            break
+        found.moments |= new
+    return found
 
 
-def _add_overflows(problem: Problem, outcome: Outcome, budget: int, moments: dict[int, int]) -> None:
-    """Constrain the worst moments over budget; one that is constrained already must leave more room."""
-    forwards = len(problem.forward)
-    start = len(outcome.during) - len(outcome.backward)
+def settle(problem: Problem, outcome: Outcome, budget: int, effort: Effort) -> Outcome:
+    """Mend an outcome that exceeds the budget, then use what room is left."""
+    outcome = repair(problem, outcome, budget, work=effort.moves)
+    if outcome.peak_bytes > budget:
+        return outcome
+    return improve(problem, outcome, budget, work=effort.moves)
+
+
+def _take(found: Found, outcome: Outcome, budget: int) -> None:
+    fits = outcome.peak_bytes <= budget
+    if fits and (found.outcome is None or outcome.seconds < found.outcome.seconds):
+        found.outcome = outcome
+
+
+def _overflows(problem: Problem, outcome: Outcome, budget: int) -> set[int]:
+    """The worst moments over the budget, as the program counts them."""
+    forwards, start = len(problem.forward), outcome.start
     over: dict[int, int] = {}
     ops_before = 0
     for index, nbytes in enumerate(outcome.during):
@@ -52,30 +99,13 @@ def _add_overflows(problem: Problem, outcome: Outcome, budget: int, moments: dic
             continue  # the reserve for the loss: the start of the backward covers it
         else:
             moment = ops_before
-            ops_before += not outcome.backward[index - start][1]
+            ops_before += not outcome.order[index - start][1]
         if nbytes > budget:
             over[moment] = max(over.get(moment, 0), nbytes - budget)
     chosen: list[int] = []
     for moment in sorted(over, key=over.__getitem__, reverse=True):
         if len(chosen) == _MOMENTS_PER_ROUND:
             break
-        if moment in moments or all(abs(moment - other) > 3 for other in chosen):
+        if all(abs(moment - other) > _APART for other in chosen):
             chosen.append(moment)
-    for moment in chosen:
-        moments[moment] = moments[moment] + over[moment] if moment in moments else 0
-
-
-def minimum(problem: Problem, knapsack: Knapsack, everything: Outcome) -> Outcome:
-    """The outcome with the lowest peak that is found, whatever it costs in time.
-
-    It does not depend on the budget that was asked for: a budget at this peak or above it can always be met.
-    """
-    best, low, high = everything, max(knapsack.fixed, default=0), everything.peak_bytes
-    while high - low > max(high // 50, 1 << 16):
-        middle = (low + high) // 2
-        outcome = search(problem, knapsack, middle, seconds=1.5, gap=0.1).outcome
-        if outcome is None:
-            low = middle
-        else:
-            best, high = outcome, min(middle, outcome.peak_bytes)
-    return improve(problem, best, 0)
+    return set(chosen)

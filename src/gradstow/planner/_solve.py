@@ -7,22 +7,21 @@ from dataclasses import dataclass
 
 from gradstow._errors import BudgetTooSmall
 from gradstow._units import format_bytes
-from gradstow.ir import CostTable, PlanData, Schedule, StepGraph, check_schedule, just_in_time, replay
-from gradstow.planner._evaluate import Outcome, evaluate
-from gradstow.planner._knapsack import Knapsack
-from gradstow.planner._local import improve, is_small
+from gradstow.ir import CostTable, PlanData, Schedule, StepGraph, check_schedule, replay, write_events
+from gradstow.planner import _small
+from gradstow.planner._evaluate import Order, Outcome, evaluate, expand
+from gradstow.planner._minimum import Minimum, minimum
 from gradstow.planner._policies import check_policy, kept_by_policy
 from gradstow.planner._problem import Problem, build_problem
-from gradstow.planner._search import minimum, search
-
-_ATTEMPTS = 4
+from gradstow.planner._program import Stages
+from gradstow.planner._search import Effort, search
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a solver found: kept storages by region, and how."""
+    """What a solver found: the backward's order, a proven bound on the added seconds, and how."""
 
-    kept: list[set[int]]
+    order: Order
     bound: float
     solver: dict[str, object]
 
@@ -35,6 +34,7 @@ def make_plan(
     budget: str,
     policy: str = "auto",
     kind: Callable[..., PlanData] = PlanData,
+    effort: Effort | None = None,
 ) -> PlanData:
     """The cheapest plan whose replayed step peak is at or under ``step_budget`` bytes.
 
@@ -46,10 +46,9 @@ def make_plan(
     """
     check_policy(policy)
     problem = build_problem(graph, costs)
-    everything = kept_by_policy(problem, "store-all")
-    plain = _schedule(graph, problem, everything, reuse=False)
-    decision = _decide(graph, costs, problem, step_budget, policy)
-    schedule = _events(graph, decision.kept, reuse=True)
+    plain = plain_schedule(problem)
+    decision = _decide(problem, step_budget, policy, effort or Effort())
+    schedule = schedule_of(problem, decision.order)
     check_schedule(graph, schedule)
     plan = kind(
         graph=graph,
@@ -62,71 +61,85 @@ def make_plan(
         solver=decision.solver,
     )
     if step_budget is not None:
-        _refuse_if_over(plan, problem, step_budget)
+        _refuse_if_over(plan, step_budget)
     return plan
+
+
+def smallest_peak(graph: StepGraph, costs: CostTable, effort: Effort | None = None) -> tuple[int, int]:
+    """(smallest step peak that make_plan reaches, highest that no schedule is proven to be under), in bytes."""
+    problem = build_problem(graph, costs)
+    found = minimum(problem, Stages(problem), effort or Effort())
+    return replay(graph, schedule_of(problem, found.outcome.order), costs).peak_bytes, found.proven_bytes
 
 
 def plain_step_peak(graph: StepGraph, costs: CostTable) -> int:
     """Simulated step peak of plain PyTorch, in bytes."""
-    problem = build_problem(graph, costs)
-    schedule = _schedule(graph, problem, kept_by_policy(problem, "store-all"), reuse=False)
-    return replay(graph, schedule, costs, plain=True).peak_bytes
+    return replay(graph, plain_schedule(build_problem(graph, costs)), costs, plain=True).peak_bytes
 
 
-def _decide(graph: StepGraph, costs: CostTable, problem: Problem, step_budget: int | None, policy: str) -> Decision:
+def plain_schedule(problem: Problem) -> Schedule:
+    """Everything stored, nothing written over."""
+    return schedule_of(problem, expand(problem, kept_by_policy(problem, "store-all")), reuse=False)
+
+
+def schedule_of(problem: Problem, order: Order, *, reuse: bool = True) -> Schedule:
+    """The order as events, region by region."""
+    reruns: list[dict[int, list[int]]] = [{} for _ in problem.graph.regions]
+    waiting: list[int] = []
+    for node, again in order:
+        if again:
+            waiting.append(node.op)
+        elif waiting:
+            reruns[node.region][node.op] = waiting
+            waiting = []
+    fixed: list[set[int]] = [set() for _ in problem.graph.regions]
+    for number in problem.fixed:
+        r, storage = problem.names[number]
+        fixed[r].add(storage)
+    return Schedule(
+        tuple(
+            write_events(region, reruns[r], fixed=fixed[r], reuse=reuse)
+            for r, region in enumerate(problem.graph.regions)
+        )
+    )
+
+
+def _decide(problem: Problem, step_budget: int | None, policy: str, effort: Effort) -> Decision:
     if policy != "auto" or step_budget is None:
         name = "store-all" if policy == "auto" else policy
-        return Decision(_by_region(problem, kept_by_policy(problem, name)), 0.0, {"solver": name})
-    everything = evaluate(problem, kept_by_policy(problem, "store-all"))
-    kept = _by_region(problem, everything.kept)
-    if replay(graph, _events(graph, kept, reuse=True), costs).peak_bytes <= step_budget:
-        return Decision(kept, 0.0, {"solver": "store-all"})
-    knapsack = Knapsack(problem)
-    bound, target = 0.0, step_budget
-    for attempt in range(_ATTEMPTS):
-        found = search(problem, knapsack, target)
-        bound = bound if attempt else found.bound  # later attempts aim lower: their bounds prove nothing here
-        if found.outcome is None:
-            target -= step_budget // 33  # near the minimum, aiming lower sometimes lands where aiming well did not
-            continue
-        outcome = improve(problem, found.outcome, target) if is_small(problem) else found.outcome
-        kept = _by_region(problem, outcome.kept)
-        over = replay(graph, _events(graph, kept, reuse=True), costs).peak_bytes - step_budget
-        if over <= 0:
-            notes: dict[str, object] = {"solver": "knapsack", "rounds": found.rounds, "attempts": attempt + 1}
-            return Decision(kept, bound, notes)
-        target -= over  # the replay is the last word: aim lower by what it found
-    return _least(graph, costs, problem, knapsack, step_budget, everything, bound)
+        return Decision(expand(problem, kept_by_policy(problem, name)), 0.0, {"solver": name})
+    everything = evaluate(problem, expand(problem, set(problem.keepable)))
+    if everything.peak_bytes <= step_budget:
+        return Decision(everything.order, 0.0, {"solver": "store-all"})
+    stages = Stages(problem)
+    found = search(problem, stages, step_budget, effort)
+    small = _small.best(problem, step_budget)
+    if small is not None and (found.outcome is None or small.seconds < found.outcome.seconds):
+        return Decision(small.order, found.bound, {"solver": "all orders"})
+    if found.outcome is not None:
+        notes: dict[str, object] = {"solver": "stages", "rounds": found.rounds, "moments": len(found.moments)}
+        return Decision(found.outcome.order, found.bound, notes)
+    least = minimum(problem, stages, effort)
+    if least.outcome.peak_bytes <= step_budget:
+        return Decision(least.outcome.order, found.bound, {"solver": "smallest peak"})
+    raise _too_small(problem, least, step_budget)
 
 
-def _least(
-    graph: StepGraph,
-    costs: CostTable,
-    problem: Problem,
-    knapsack: Knapsack,
-    step_budget: int,
-    everything: Outcome,
-    bound: float,
-) -> Decision:
-    """The plan of the lowest peak, where the knapsack found none that fits; refuses where that is too high."""
-    best = minimum(problem, knapsack, everything)
-    for outcome in (improve(problem, best, step_budget), best):
-        kept = _by_region(problem, outcome.kept)
-        peak = replay(graph, _events(graph, kept, reuse=True), costs).peak_bytes
-        if peak <= step_budget:
-            return Decision(kept, bound, {"solver": "local search"})
+def _too_small(problem: Problem, least: Minimum, step_budget: int) -> BudgetTooSmall:
+    graph, peak = problem.graph, least.outcome.peak_bytes
     needed = peak + graph.resident.total
-    raise BudgetTooSmall(
+    return BudgetTooSmall(
         f"no plan fits: the budget leaves {format_bytes(step_budget)} for the step above the "
         f"{format_bytes(graph.resident.total)} that are resident, and the smallest step peak found is "
-        f"{format_bytes(peak)}, set by {_culprit(problem, best)}. The smallest budget is "
-        f"{needed} bytes ({format_bytes(needed)}). Give at least that, or use a smaller batch.",
+        f"{format_bytes(peak)}, set by {_culprit(problem, least.outcome)}; under {format_bytes(least.proven_bytes)} "
+        f"no schedule can be. The smallest budget is {needed} bytes ({format_bytes(needed)}). Give at least that, "
+        "or use a smaller batch.",
         budget_bytes=step_budget + graph.resident.total,
         minimum_bytes=needed,
     )
 
 
-def _refuse_if_over(plan: PlanData, problem: Problem, step_budget: int) -> None:
+def _refuse_if_over(plan: PlanData, step_budget: int) -> None:
     """A named policy, or optimizer.step, may need more than the budget."""
     resident, needed = plan.resident_bytes, plan.predicted_peak_bytes
     if needed <= step_budget + resident:
@@ -144,10 +157,9 @@ def _refuse_if_over(plan: PlanData, problem: Problem, step_budget: int) -> None:
 
 def _culprit(problem: Problem, outcome: Outcome) -> str:
     """The op and the largest value alive at the peak, in words."""
-    start = len(outcome.during) - len(outcome.backward)
     index = outcome.peak_at
-    if index >= start:
-        node = outcome.backward[index - start][0]
+    if index >= outcome.start:
+        node = outcome.order[index - outcome.start][0]
     elif index < len(problem.forward):
         node = problem.forward[index]
     else:
@@ -163,23 +175,3 @@ def _culprit(problem: Problem, outcome: Outcome) -> str:
         value = f", with {name} of {format_bytes(problem.nbytes[largest])}"
     place = f" in {op.module}" if op.module else ""
     return f"{op.target}{place} ({op.source or 'no source line'}){value}"
-
-
-def _by_region(problem: Problem, kept: set[int]) -> list[set[int]]:
-    """Kept storages as region-local ids; a boundary storage is kept by every region that reads it."""
-    result: list[set[int]] = [set() for _ in problem.graph.regions]
-    for number in kept | problem.held:  # what the caller holds is kept without cost
-        r, storage = problem.names[number]
-        result[r].add(storage)
-    for r, region in enumerate(problem.graph.regions):
-        result[r].update(s for s, item in enumerate(region.storages) if item.origin is not None)
-    return result
-
-
-def _events(graph: StepGraph, kept: list[set[int]], *, reuse: bool) -> Schedule:
-    everything = [k if r.managed else set(range(len(r.storages))) for r, k in zip(graph.regions, kept, strict=True)]
-    return Schedule(tuple(just_in_time(r, k, reuse=reuse) for r, k in zip(graph.regions, everything, strict=True)))
-
-
-def _schedule(graph: StepGraph, problem: Problem, kept: set[int], *, reuse: bool) -> Schedule:
-    return _events(graph, _by_region(problem, kept), reuse=reuse)
