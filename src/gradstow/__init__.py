@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradstow import errors
-    from gradstow._api import plain, plan, stow, unstow, verify
+    from gradstow._api import frontier, plain, plan, stow, unstow, verify
     from gradstow._plan import Plan
     from gradstow.cost import measure_peak
+    from gradstow.planner import Policy
 
     __version__: str
 
 __all__ = [
     "Plan",
+    "Policy",
     "__version__",
     "errors",
+    "frontier",
     "measure_peak",
     "plain",
     "plan",
@@ -32,6 +35,8 @@ __all__ = [
 
 _HOMES = {
     "Plan": "gradstow._plan",
+    "Policy": "gradstow.planner",
+    "frontier": "gradstow._api",
     "measure_peak": "gradstow.cost",
     "plain": "gradstow._api",
     "plan": "gradstow._api",

@@ -7,13 +7,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradstow._errors import CaptureError
+from gradstow._errors import CaptureError, GradstowError
+from gradstow._frontier import Frontier
 from gradstow._plan import Plan
-from gradstow._planning import Progress, plan_step
+from gradstow._planning import PolicyLike, Progress, capture_step, plan_step, price
 from gradstow._stow import plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
 from gradstow.capture import Step
+from gradstow.planner import frontier as find_frontier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -25,7 +27,7 @@ def stow(
     budget: int | str | None = None,
     *,
     plan: Plan | None = None,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     optimizer: torch.optim.Optimizer | None = None,
     progress: Progress | None = None,
 ) -> Model:
@@ -40,7 +42,9 @@ def stow(
         budget: all live bytes of training on the model's device: ``int`` bytes, ``"6GiB"``, ``"60%"`` of plain
             PyTorch's step peak, or ``"auto"`` for nine tenths of the free memory.
         plan: a plan made by ``gs.plan``, instead of a budget.
-        policy: ``"auto"``, ``"store-all"``, ``"recompute-all"`` or ``"sqrt"``.
+        policy: ``"auto"``, ``"store-all"``, ``"recompute-all"``, ``"sqrt"``, ``"selective"`` (stores convolutions,
+            matrix products and attention), or rules that bind the planner, such as
+            ``{"relu": "recompute", "layer3.*": "store"}``; see ``gs.Policy``.
         optimizer: counts the optimizer's state and its step as well.
         progress: called with (stage, done, total) while planning.
 
@@ -72,7 +76,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     budget: int | str | None = None,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     forward: Forward | None = None,
     keep_output: bool = True,
     progress: Progress | None = None,
@@ -101,6 +105,37 @@ def plan(
     return plan_step(model, step, wanted, policy, progress)
 
 
+def frontier(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    points: int = 20,
+    forward: Forward | None = None,
+    keep_output: bool = True,
+    progress: Progress | None = None,
+) -> Frontier:
+    """Time against peak for one training step: plans from everything stored down to the smallest peak.
+
+    Args: as for ``plan``; ``points`` is the number of budgets, evenly apart in bytes.
+
+    Returns:
+        A frontier: print it, draw it, hand one of its plans to ``stow``. Seconds are predicted, and each point
+        has a proven lower bound beside it.
+
+    Raises:
+        CaptureError.
+    """
+    if points < 2:
+        raise GradstowError(f"a frontier needs at least two points, not points={points}.")
+    graph = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
+    costs = price(graph, progress=progress)
+    say = None if progress is None else lambda done, total: progress("plan", done, total)
+    plans, proven = find_frontier(graph, costs, points=points, kind=Plan, progress=say)
+    return Frontier(tuple(p for p in plans if isinstance(p, Plan)), proven)
+
+
 def verify(
     model: torch.nn.Module,
     batch: Any,
@@ -109,7 +144,7 @@ def verify(
     optimizer: torch.optim.Optimizer | None = None,
     budget: int | str | None = None,
     plan: Plan | None = None,
-    policy: str = "auto",
+    policy: PolicyLike = "auto",
     steps: int = 3,
     forward: Forward | None = None,
     rounds: int = 5,
@@ -158,4 +193,4 @@ def _default_forward(batch: Any) -> Forward:
     return lambda model, item: model(item)
 
 
-__all__ = ["Verification", "plain", "plan", "stow", "unstow", "verify"]
+__all__ = ["Frontier", "Verification", "frontier", "plain", "plan", "stow", "unstow", "verify"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gradstow._errors import GradstowError, StalePlan
 from gradstow.ir import PlanData
+from gradstow.planner import smallest_peak
 from gradstow.report import Row, plan_rows, plan_text
 
 
@@ -22,6 +23,20 @@ class Plan(PlanData):
     def rows(self) -> tuple[Row, ...]:
         """One row per stored, recomputed or freed value: bytes, decision, reason, shape, where it comes from."""
         return plan_rows(self)
+
+    @cached_property
+    def _smallest(self) -> tuple[int, int]:
+        return smallest_peak(self.graph, self.costs)
+
+    @property
+    def minimum_peak_bytes(self) -> int:
+        """The smallest total peak that the planner reaches for this step. The first call searches, for seconds."""
+        return self.resident_bytes + max(self._smallest[0], self.optimizer_bytes)
+
+    @property
+    def minimum_peak_bound_bytes(self) -> int:
+        """No schedule of this step is proven to have a total peak under this; searched for as above."""
+        return self.resident_bytes + max(self._smallest[1], self.optimizer_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,47 +11,59 @@ import torch
 from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
-from gradstow.capture import Step, capture, device_of, tensors
+from gradstow.capture import Step, aten_names, capture, device_of, tensors
 from gradstow.cost import measured_costs
 from gradstow.ir import CostTable, StepGraph
-from gradstow.planner import check_policy, make_plan, plain_step_peak
+from gradstow.planner import Policy, make_plan, plain_step_peak
 
 Progress = Callable[[str, int, int], None]
+PolicyLike = str | Mapping[str, str] | Policy
 
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
 _HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
 
 
 def plan_step(
-    model: torch.nn.Module, step: Step, budget: Budget | None, policy: str, progress: Progress | None = None
+    model: torch.nn.Module, step: Step, budget: Budget | None, policy: PolicyLike, progress: Progress | None = None
 ) -> Plan:
     """Capture, price and plan one step. Allocates at most one op at a time."""
+    Policy.of(policy)
+    return plan_graph(capture_step(model, step, progress), budget, policy, progress)
+
+
+def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None = None) -> StepGraph:
+    """Rehearse a step that can be planned."""
     say = progress or _silent
-    check_policy(policy)
     check_devices(model, (step.inputs, step.batch))
     _check_training(model, step.optimizer)
     say("rehearse", 0, 1)
     graph = capture(model, step)
     say("rehearse", 1, 1)
-    return plan_graph(graph, budget, policy, progress)
+    return graph
 
 
-def plan_graph(graph: StepGraph, budget: Budget | None, policy: str, progress: Progress | None = None) -> Plan:
+def price(graph: StepGraph, limit: int = _TIMING_LIMIT, progress: Progress | None = None) -> CostTable:
+    """Measure every op that the cache does not know; larger ones than ``limit`` bytes are measured smaller."""
+    say = progress or _silent
+    return measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
+
+
+def plan_graph(graph: StepGraph, budget: Budget | None, policy: PolicyLike, progress: Progress | None = None) -> Plan:
     """Price and plan a step that is captured."""
     say = progress or _silent
     limit = _TIMING_LIMIT
     if budget is not None and budget.total_bytes is not None:
         limit = min(limit, budget.total_bytes)
-    costs = measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
+    costs = price(graph, limit, progress)
     say("plan", 0, 1)
-    step_budget = _step_budget(graph, costs, budget)
     result = make_plan(
         graph,
         costs,
-        step_budget=step_budget,
+        step_budget=_step_budget(graph, costs, budget),
         budget="" if budget is None else str(budget),
         policy=policy,
         kind=Plan,
+        known_ops=aten_names() if Policy.of(policy).rules else (),
     )
     say("plan", 1, 1)
     assert isinstance(result, Plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from gradstow._run import Run, Wishes
 from gradstow._units import parse_budget
 from gradstow.capture import batch_signature, device_of
 from gradstow.execute import inner_error
-from gradstow.planner import check_policy
+from gradstow.planner import Policy
 
 _PLAIN: ContextVar[bool] = ContextVar("gradstow_plain", default=False)
 
@@ -38,13 +38,13 @@ def stow_model(
     model: torch.nn.Module,
     budget: Any,
     plan: Plan | None,
-    policy: str,
+    policy: str | Mapping[str, str] | Policy,
     optimizer: torch.optim.Optimizer | None,
     progress: Progress | None,
 ) -> torch.nn.Module:
     """See ``gs.stow``."""
     _check_stowable(model)
-    check_policy(policy)
+    policy = str(Policy.of(policy))
     if plan is not None and not isinstance(plan, Plan):
         raise StalePlan(f"plan= takes a gs.Plan, not {type(plan).__name__}. Load a file with gs.Plan.load(path).")
     if plan is not None and budget is not None:

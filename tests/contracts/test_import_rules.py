@@ -21,6 +21,7 @@ FILES = [
     "_signature",
     "_ops",
     "errors",
+    "_frontier",
     "_plan",
     "_api",
     "_planning",

@@ -12,8 +12,9 @@ import pytest
 import gradstow
 
 PACKAGE = Path(__file__).parents[2] / "src" / "gradstow"
-FUNCTIONS = {"measure_peak", "plain", "plan", "stow", "unstow", "verify"}
-NAMES = FUNCTIONS | {"Plan", "__version__", "errors"}
+FUNCTIONS = {"frontier", "measure_peak", "plain", "plan", "stow", "unstow", "verify"}
+CLASSES = {"Plan", "Policy"}
+NAMES = FUNCTIONS | CLASSES | {"__version__", "errors"}
 
 
 def resolve(name: str) -> object:
@@ -36,7 +37,7 @@ def test_all_and_dir_list_exactly_the_public_names() -> None:
 def test_every_name_resolves_and_stays(name: str) -> None:
     found = resolve(name)
     assert found is getattr(gradstow, name)
-    assert callable(found) == (name in FUNCTIONS | {"Plan"})
+    assert callable(found) == (name in FUNCTIONS | CLASSES)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

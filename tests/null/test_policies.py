@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gradstow.errors import GradstowError, PolicyError
+from gradstow.errors import BudgetTooSmall, GradstowError, PolicyError
 from gradstow.ir import StepGraph
-from gradstow.planner import POLICIES, check_policy, make_plan
+from gradstow.planner import POLICIES, Policy, make_plan
 from gradstow.planner._policies import kept_by_policy, narrow_points
 from gradstow.planner._problem import build_problem
 from graphs import (
@@ -21,6 +23,7 @@ from graphs import (
     step,
     storages_of,
     two_regions_and_loss,
+    with_region,
 )
 
 
@@ -40,7 +43,7 @@ def narrow(graph: StepGraph) -> list[str]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_known_names(name: str) -> None:
-    assert check_policy(name) == name
+    assert str(Policy.of(name)) == name
 
 
 @pytest.mark.parametrize(
@@ -52,16 +55,26 @@ def test_known_names(name: str) -> None:
         ("recompute_all", "recompute-all"),
         ("sqrtn", "sqrt"),
         ("Auto", "auto"),
-        ("", "auto or store-all or recompute-all or sqrt"),
-        ("zzz", "auto or store-all or recompute-all or sqrt"),
-        (None, "auto or store-all or recompute-all or sqrt"),
-        (7, "auto or store-all or recompute-all or sqrt"),
     ],
 )
-def test_unknown_names_get_the_closest_known(name: object, close: str) -> None:
+def test_unknown_names_get_the_closest_known(name: str, close: str) -> None:
     with pytest.raises(PolicyError, match=rf"there is no policy {name!r}\. Did you mean {close}.*\?") as caught:
-        check_policy(name)  # type: ignore[arg-type]
+        Policy.of(name)
     assert isinstance(caught.value, (ValueError, GradstowError))
+
+
+@pytest.mark.parametrize("name", ["", "zzz", None, 7, ["auto"]])
+def test_what_is_no_policy_says_how_to_write_one(name: object) -> None:
+    with pytest.raises(PolicyError, match=r'policy.*Write a name \("auto"'):
+        Policy.of(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy("sqrt"), Policy(rules=(("relu", "recompute"), ("layer3.*", "store"))), Policy("sqrt", (("mm", "store"),))],
+)
+def test_a_policy_is_read_from_its_own_text(policy: Policy) -> None:
+    assert Policy.of(str(policy)) == policy
 
 
 def test_make_plan_checks_the_name_first() -> None:
@@ -150,3 +163,90 @@ def test_a_loss_outside_the_model_recomputes_nothing() -> None:
     graph = two_regions_and_loss()
     plan = make_plan(graph, costs_of(graph), step_budget=None, budget="none", policy="recompute-all")
     assert [m.region for m in plan.timeline.moments if m.recompute] == [1, 0]
+
+
+# ------------------------------------------------------------------------------------------------------ rules
+
+
+def named_chain(length: int = 4) -> StepGraph:
+    """chain() as layers "body.0", "body.1", ... whose ops are relu and addmm in turn."""
+    graph = chain(length)
+    ops = []
+    for i, op in enumerate(graph.regions[0].ops):
+        target = ("aten.relu.default", "aten.addmm.default")[i % 2]
+        ops.append(replace(op, target=target, module=f"body.{i}") if not op.backward else op)
+    return with_region(graph, 0, ops=tuple(ops))
+
+
+def kept_under(policy: object, budget: int | None = None) -> list[str]:
+    graph = named_chain()
+    plan = make_plan(graph, costs_of(graph), step_budget=budget, budget="", policy=policy)  # type: ignore[arg-type]
+    storages = plan.schedule.regions[0].kept
+    return [v.name for v in graph.regions[0].values if v.storage in storages]
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({"relu": "recompute"}, ["f2"]),
+        ({"linear": "recompute"}, ["f1", "f3"]),
+        ({"addmm": "recompute", "body.1": "store"}, ["f1", "f2", "f3"]),
+        ({"body.1": "store", "addmm": "recompute"}, ["f1", "f3"]),
+        ({"body.*": "recompute"}, []),
+        ({"body": "recompute", "body.[12]": "store"}, ["f2", "f3"]),
+        ("recompute-all,relu=store", ["f1", "f3"]),
+    ],
+)
+def test_rules_bind_and_later_ones_win(rules: object, kept: list[str]) -> None:
+    assert kept_under(rules) == kept
+
+
+def test_rules_bind_the_planner_under_a_budget() -> None:
+    """A little below what storing all takes, one value must go: the rules say which."""
+    graph = named_chain()
+    everything = make_plan(graph, costs_of(graph), step_budget=None, budget="").predicted_step_peak_bytes
+    budget = everything - MIB // 2
+    assert len(kept_under("auto", budget)) == 2
+    for name in ("f1", "f2"):
+        layer = f"body.{int(name[1]) - 1}"
+        assert name not in kept_under({layer: "recompute"}, budget)
+        assert name in kept_under({layer: "store"}, budget)
+
+
+def test_rules_that_leave_no_plan_are_refused() -> None:
+    with pytest.raises(BudgetTooSmall):
+        kept_under({"body.*": "store"}, 6 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"relo": "recompute"}, "'relo' is no family.*Did you mean relu"),
+        ({"boddy": "store"}, "'boddy' is no family.*Did you mean body"),
+        ({"relu": "recompte"}, "says 'recompte'.*Did you mean recompute"),
+        ({"": "store"}, "names nothing"),
+    ],
+)
+def test_unknown_names_in_rules(rules: dict[str, str], words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        kept_under(rules)
+
+
+def test_what_rules_come_to_is_reported() -> None:
+    graph = named_chain()
+    rules = {"relu": "recompute", "head.*": "store", "silu": "store"}
+    options = {"step_budget": None, "budget": "", "known_ops": {"silu"}}
+    plan = make_plan(graph, costs_of(graph), policy=rules, **options)  # type: ignore[arg-type]
+    assert plan.solver["rules"] == [
+        "relu=recompute holds for 2 values",
+        "head.*=store matches nothing, or later rules win everywhere",
+        "silu=store matches nothing, or later rules win everywhere",
+    ]
+    random = make_plan(dropout(), costs_of(dropout()), step_budget=None, budget="", policy={"bernoulli": "recompute"})
+    assert random.solver["rules"] == [
+        "bernoulli=recompute holds for 1 values, 1 of them cannot be made again and are stored"
+    ]
+
+
+def test_selective_stores_what_is_expensive() -> None:
+    assert kept_under("selective") == ["f2"]

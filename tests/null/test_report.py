@@ -201,7 +201,7 @@ def test_the_header_holds_the_predictions() -> None:
     step = f"{plan.predicted_step_peak_bytes / MIB:.1f} MiB predicted, {plan.plain_step_peak_bytes / MIB:.1f}"
     assert f"step peak    {step} MiB plain" in text
     assert "peak at      mm_backward (model.py:17), in the backward" in text
-    assert "proven bound for this budget 100.0 ms" in text
+    assert "proven bound 100.0 ms" in text
     assert "graph breaks none" in text
 
 
@@ -286,5 +286,5 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch,
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(GradstowError, match=r"pip install 'gradstow\[demo\]'"):
+    with pytest.raises(GradstowError, match=r"pip install 'gradstow\[report\]'"):
         memory_picture(tmp_path / "memory.png", CURVES)

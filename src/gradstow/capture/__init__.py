@@ -1,6 +1,6 @@
 """torch → StepGraph. With ``execute`` the only room that may use private torch APIs."""
 
-from gradstow.capture._backend import aot, boxed, call_module, compile_settings, fresh_function
+from gradstow.capture._backend import aot, aten_names, boxed, call_module, compile_settings, fresh_function
 from gradstow.capture._capture import (
     RehearsalFailed,
     Seen,
@@ -33,6 +33,7 @@ __all__ = [
     "Step",
     "StepLog",
     "aot",
+    "aten_names",
     "batch_signature",
     "boxed",
     "build_region",

@@ -150,3 +150,9 @@ def compile_settings() -> Iterator[None]:
         torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"),
     ):
         yield
+
+
+def aten_names() -> frozenset[str]:
+    """Names of all aten ops, without overloads: ``relu``, ``convolution``, ..."""
+    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return frozenset(name[1].split(".")[0] for name in names if name[0] == "aten")

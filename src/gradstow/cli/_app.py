@@ -9,6 +9,7 @@ import typer
 from gradstow._errors import BudgetError, GradstowError, PolicyError, StalePlan
 from gradstow.cli._input import InputError
 from gradstow.cli.demo import demo
+from gradstow.cli.frontier import frontier
 from gradstow.cli.plan import plan
 from gradstow.cli.verify import verify
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(frontier)
 app.command()(verify)
 
 

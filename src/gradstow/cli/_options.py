@@ -22,7 +22,13 @@ Text = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Examples in the batch; needed except for file.py:make.")]
 Budget = Annotated[str | None, typer.Option("--budget", help='"6GiB", "60%" of plain PyTorch\'s step peak, or "auto".')]
-Policy = Annotated[str, typer.Option("--policy", help="auto, store-all, recompute-all or sqrt.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        help="auto, store-all, recompute-all, sqrt, selective; or rules: relu=recompute,layer3.*=store.",
+    ),
+]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a text model's example.")]
 Attn = Annotated[str | None, typer.Option("--attn", help="transformers' attention: eager or sdpa.")]
 Image = Annotated[int | None, typer.Option("--image", help="Width and height of an image.")]

@@ -92,6 +92,13 @@ class PlanData:
         """Sum of the measured op times of the plain step."""
         return self.plain_timeline.seconds
 
+    @property
+    def gap(self) -> float:
+        """How far the step time may be from the best possible: (predicted - bound) / bound; 0 is proven optimal."""
+        if not self.lower_bound_seconds:
+            return 0.0
+        return max(self.predicted_seconds / self.lower_bound_seconds - 1, 0.0)
+
     @cached_property
     def rerun_ops(self) -> int:
         """How many forward ops run again in the backward; views, which cost nothing, do not count."""

@@ -1,7 +1,8 @@
 """StepGraph × CostTable → Plan. One solver per file; everything that a solver returns is replayed."""
 
-from gradstow.planner._policies import POLICIES, check_policy
+from gradstow.planner._frontier import frontier
+from gradstow.planner._policies import POLICIES, Policy
 from gradstow.planner._search import Effort
 from gradstow.planner._solve import make_plan, plain_step_peak, smallest_peak
 
-__all__ = ["POLICIES", "Effort", "check_policy", "make_plan", "plain_step_peak", "smallest_peak"]
+__all__ = ["POLICIES", "Effort", "Policy", "frontier", "make_plan", "plain_step_peak", "smallest_peak"]

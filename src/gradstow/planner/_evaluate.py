@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gradstow.planner._problem import Node, Problem, scope_ends
 
 Order = list[tuple[Node, bool]]  # (node, whether it is a recomputation)
+_FORBIDDEN = 1 << 62  # the peak of an order that keeps what the user's rules forbid to keep
 NOTHING: Mapping[int, set[int]] = {}
 
 
@@ -57,7 +58,8 @@ def evaluate(problem: Problem, order: Order, *, reuse: bool = True) -> Outcome:
     live, during = _forward(problem, kept, reuse)
     _backward(problem, kept, order, dies, beside, live, during, reuse)
     seconds = sum(node.again_seconds for node, again in order if again)
-    return Outcome(order, max(during, default=0), seconds, kept, during, lives)
+    peak = _FORBIDDEN if kept & problem.never else max(during, default=0)
+    return Outcome(order, peak, seconds, kept, during, lives)
 
 
 def expand(problem: Problem, kept: set[int], without: Mapping[int, set[int]] = NOTHING) -> Order:
@@ -67,7 +69,7 @@ def expand(problem: Problem, kept: set[int], without: Mapping[int, set[int]] = N
     while it runs, unless it reads them: what needs them later makes them once more. What no op may make again
     is kept whether asked for or not.
     """
-    available = (kept & problem.keepable) | problem.fixed | problem.always
+    available = (kept & problem.keepable - problem.never) | problem.fixed | problem.always
     for tangents in problem.tangents.values():
         available.update(tangents)
     order: Order = []

@@ -1,36 +1,79 @@
-"""The classic strategies, as kept sets: baselines to compare with, and ways to ask for them by name."""
+"""What users may ask for: a named strategy, rules, or both; and the classic strategies as kept sets."""
 
 from __future__ import annotations
 
-import difflib
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gradstow._errors import PolicyError
 from gradstow.planner._problem import Problem
+from gradstow.planner._rules import ACTIONS, HOW, Rules, close, in_family
 
-POLICIES = ("auto", "store-all", "recompute-all", "sqrt")
+POLICIES = ("auto", "store-all", "recompute-all", "sqrt", "selective")
+_EXPENSIVE = ("conv", "matmul", "attention")  # what "selective" stores
 
 
-def check_policy(name: str) -> str:
-    """The policy's name.
+@dataclass(frozen=True)
+class Policy:
+    """Which values to store and which to recompute, as far as the user says.
+
+    ``name`` decides where no rule does. A rule is (pattern, action): the pattern a family of ops
+    (``"conv2d"``, ``"relu"``, ``"batchnorm"``, ``"linear"``, ``"attention"``, ...), any aten name, or a glob over
+    module paths (``"layer3.*"``); the action ``"store"`` or ``"recompute"``. Later rules win.
 
     Raises:
-        PolicyError: unknown, with the closest known ones.
+        PolicyError: an unknown name or action, with the closest known ones.
     """
-    if name in POLICIES:
-        return name
-    close = difflib.get_close_matches(str(name), POLICIES, n=2) or POLICIES
-    raise PolicyError(f"there is no policy {name!r}. Did you mean {' or '.join(close)}?")
+
+    name: str = "auto"
+    rules: Rules = ()
+
+    def __post_init__(self) -> None:
+        if self.name not in POLICIES:
+            raise PolicyError(f"there is no policy {self.name!r}.{close(self.name, POLICIES)} {HOW}")
+        for pattern, action in self.rules:
+            if not isinstance(pattern, str) or not pattern.strip():
+                raise PolicyError(f"the pattern {pattern!r} names nothing. {HOW}")
+            if action not in ACTIONS:
+                raise PolicyError(
+                    f"the rule for {pattern!r} says {action!r}, which is no action.{close(str(action), ACTIONS)} {HOW}"
+                )
+
+    @staticmethod
+    def of(policy: str | Mapping[str, str] | Policy) -> Policy:
+        """From a name, from rules as a mapping, or from a policy's own text."""
+        if isinstance(policy, Policy):
+            return policy
+        if isinstance(policy, Mapping):
+            return Policy(rules=tuple(policy.items()))
+        if not isinstance(policy, str):
+            raise PolicyError(f"a policy is text or a mapping, not {type(policy).__name__}. {HOW}")
+        name, rules = "auto", []
+        for part in (p.strip() for p in policy.split(",")):
+            pattern, equals, action = part.partition("=")
+            if equals:
+                rules.append((pattern.strip(), action.strip()))
+            else:
+                name = part
+        return Policy(name, tuple(rules))
+
+    def __str__(self) -> str:
+        parts = [f"{pattern}={action}" for pattern, action in self.rules]
+        return ",".join([self.name, *parts] if self.name != "auto" or not parts else parts)
 
 
 def kept_by_policy(problem: Problem, name: str) -> set[int]:
     """Storages that a named policy keeps (those that no op can make again come on top)."""
-    if name == "store-all":
-        return set(problem.keepable)
+    if name in ("store-all", "auto"):
+        return problem.keepable - problem.never
     if name == "recompute-all":
         return set()
+    if name == "selective":
+        nodes = [n for n in problem.forward if any(in_family(problem, n, family) for family in _EXPENSIVE)]
+        return {s for node in nodes for s in node.outputs} - problem.never
     narrow = narrow_points(problem)
-    return set(_spread(problem, narrow, math.isqrt(max(len(narrow), 1)) or 1))
+    return set(_spread(problem, narrow, math.isqrt(max(len(narrow), 1)) or 1)) - problem.never
 
 
 def narrow_points(problem: Problem) -> list[int]:

@@ -51,6 +51,7 @@ class Problem:
         boundary: storages that a later region reads.
         fixed: held or boundary storages, which stay as they are even where an op makes a copy again.
         remaker: storage → the forward node that can make it again; absent where it must be kept.
+        never: storages that the user's rules forbid to keep.
         shared: regions that run the same graph as another one, and so the same schedule.
         tangents: by region, storages that are there when that region's backward starts.
         leaving: by region, gradients and tangents that are given up, at the latest, after its backward.
@@ -60,6 +61,7 @@ class Problem:
     """
 
     graph: StepGraph
+    costs: CostTable
     forward: list[Node] = field(default_factory=list)
     backward: list[Node] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
@@ -72,6 +74,7 @@ class Problem:
     boundary: set[int] = field(default_factory=set)
     fixed: set[int] = field(default_factory=set)
     remaker: dict[int, Node] = field(default_factory=dict)
+    never: set[int] = field(default_factory=set)
     shared: set[int] = field(default_factory=set)
     tangents: dict[int, list[int]] = field(default_factory=dict)
     accumulated: set[int] = field(default_factory=set)
@@ -84,7 +87,7 @@ class Problem:
 
 def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
     """Reduce a StepGraph to the planner's view."""
-    problem = Problem(graph)
+    problem = Problem(graph, costs)
     groups: dict[tuple[str, int], int] = {}
     for r, region in enumerate(graph.regions):
         group = region.fingerprint or str(r)

@@ -108,11 +108,12 @@ class _Program:
         self.cuts = [-1, *sorted(m for m in moments if m >= 0)]
         self.forward_moments = sorted(-1 - m for m in moments if m < 0)
         self.lower: list[float] = []
+        self.upper: list[float] = []
         self.cost: list[float] = []
         self.integer: list[int] = []
         self.rows = _Rows()
         crumb = max(budget // 20000, 1024)
-        self.crumbs = {s for s in stages.wanted if self.p.nbytes[s] <= crumb}
+        self.crumbs = {s for s in stages.wanted if self.p.nbytes[s] <= crumb} - self.p.never
         self.read, self.useful = self._scope()
         self.alive: list[dict[int, int]] = [{} for _ in self.cuts]
         self.rerun: list[dict[int, int]] = [{} for _ in self.cuts]
@@ -138,6 +139,7 @@ class _Program:
 
     def _variable(self, cost: float, lower: bool, integer: bool) -> int:
         self.lower.append(float(lower))
+        self.upper.append(1.0)
         self.cost.append(cost)
         self.integer.append(int(integer))
         return len(self.cost) - 1
@@ -159,6 +161,8 @@ class _Program:
                     if decision not in decisions:
                         decisions[decision] = self._variable(0.0, False, True)
                     self.alive[0][s] = decisions[decision]
+                    if s in problem.never:
+                        self.upper[decisions[decision]] = 0.0
             for s in sorted((self.useful[stage] & problem.remaker.keys()) - self.crumbs):
                 index = problem.maker[s]
                 if index not in self.rerun[stage]:
@@ -230,7 +234,7 @@ class _Program:
         result = milp(
             c=np.asarray(self.cost) * scale,
             integrality=np.asarray(self.integer),
-            bounds=Bounds(np.asarray(self.lower), 1.0),
+            bounds=Bounds(np.asarray(self.lower), np.asarray(self.upper)),
             constraints=LinearConstraint(matrix, ub=np.asarray(rows.limit) / largest),
             options={"time_limit": seconds, "mip_rel_gap": gap, "node_limit": nodes},
         )

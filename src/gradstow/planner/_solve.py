@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from gradstow._errors import BudgetTooSmall
@@ -11,9 +11,10 @@ from gradstow.ir import CostTable, PlanData, Schedule, StepGraph, check_schedule
 from gradstow.planner import _small
 from gradstow.planner._evaluate import Order, Outcome, evaluate, expand
 from gradstow.planner._minimum import Minimum, minimum
-from gradstow.planner._policies import check_policy, kept_by_policy
+from gradstow.planner._policies import Policy, kept_by_policy
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._program import Stages
+from gradstow.planner._rules import apply_rules
 from gradstow.planner._search import Effort, search
 
 
@@ -32,22 +33,25 @@ def make_plan(
     *,
     step_budget: int | None,
     budget: str,
-    policy: str = "auto",
+    policy: str | Mapping[str, str] | Policy = "auto",
     kind: Callable[..., PlanData] = PlanData,
     effort: Effort | None = None,
+    known_ops: Collection[str] = (),
 ) -> PlanData:
     """The cheapest plan whose replayed step peak is at or under ``step_budget`` bytes.
 
-    ``step_budget`` None asks for the policy's plan whatever it needs. ``kind`` is the class to return.
+    ``step_budget`` None asks for the policy's plan whatever it needs. ``kind`` is the class to return;
+    ``known_ops`` are names that rules may hold though the graph has no such op.
 
     Raises:
         BudgetTooSmall: no plan fits; the error names the smallest budget that can be met and what sets it.
-        PolicyError: the policy does not exist.
+        PolicyError: the policy or a name in its rules does not exist.
     """
-    check_policy(policy)
+    wanted = Policy.of(policy)
     problem = build_problem(graph, costs)
     plain = plain_schedule(problem)
-    decision = _decide(problem, step_budget, policy, effort or Effort())
+    notes = apply_rules(problem, wanted.rules, known_ops)
+    decision = _decide(problem, step_budget, wanted.name, effort or Effort())
     schedule = schedule_of(problem, decision.order)
     check_schedule(graph, schedule)
     plan = kind(
@@ -56,9 +60,9 @@ def make_plan(
         plain=plain,
         costs=costs,
         budget=budget,
-        policy=policy,
+        policy=str(wanted),
         lower_bound_seconds=replay(graph, plain, costs, plain=True).seconds + decision.bound,
-        solver=decision.solver,
+        solver={**decision.solver, **({"rules": notes} if notes else {})},
     )
     if step_budget is not None:
         _refuse_if_over(plan, step_budget)
@@ -108,7 +112,7 @@ def _decide(problem: Problem, step_budget: int | None, policy: str, effort: Effo
     if policy != "auto" or step_budget is None:
         name = "store-all" if policy == "auto" else policy
         return Decision(expand(problem, kept_by_policy(problem, name)), 0.0, {"solver": name})
-    everything = evaluate(problem, expand(problem, set(problem.keepable)))
+    everything = evaluate(problem, expand(problem, kept_by_policy(problem, "store-all")))
     if everything.peak_bytes <= step_budget:
         return Decision(everything.order, 0.0, {"solver": "store-all"})
     stages = Stages(problem)

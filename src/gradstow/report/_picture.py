@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gradstow._errors import GradstowError
 
@@ -37,14 +38,7 @@ def memory_picture(
     Raises:
         GradstowError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise GradstowError(
-            "the picture needs matplotlib, which is not installed. Run: pip install 'gradstow[demo]'"
-        ) from error
-    figure = Figure(figsize=(9, 4.5), layout="constrained")  # no pyplot: it would choose a window system
-    axes = figure.add_subplot()
+    figure, axes = new_axes()
     for curve, colour in zip(curves, _COLOURS * len(curves), strict=False):
         times = [seconds for seconds, _ in curve.points]
         levels = [level / _MIB for _, level in curve.points]
@@ -57,8 +51,34 @@ def memory_picture(
     axes.set(title=title, xlabel="seconds", ylabel="MiB above what was resident")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
+    return save_figure(figure, path)
+
+
+def new_axes() -> tuple[Any, Any]:
+    """A figure and its axes, without a window system.
+
+    Raises:
+        GradstowError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise GradstowError(
+            "the picture needs matplotlib, which is not installed. Run: pip install 'gradstow[report]'"
+        ) from error
+    figure = Figure(figsize=(9, 4.5), layout="constrained")  # no pyplot: it would choose a window system
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write the figure, in the format that the file's ending names.
+
+    Raises:
+        GradstowError: the file cannot be written.
+    """
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

@@ -44,6 +44,7 @@ class Summary:
     Attributes:
         resident: bytes alive when the step starts, by what they are for.
         predicted_step_peak_bytes, plain_step_peak_bytes: the step's peak above what is resident.
+        gap: how far the step time may be from the proven bound, relative to it.
         predicted_peak_bytes, plain_peak_bytes: all live bytes at the worst moment.
         peak_at, plain_peak_at: the moment of the total peak; None for a step without moments.
         decisions: for each decision how many values and bytes.
@@ -69,6 +70,7 @@ class Summary:
     predicted_seconds: float
     plain_seconds: float
     lower_bound_seconds: float
+    gap: float
     rerun_ops: int
     decisions: Mapping[str, Share]
     breaks: tuple[str, ...] = ()
@@ -105,6 +107,7 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
         predicted_seconds=plan.predicted_seconds,
         plain_seconds=plan.plain_seconds,
         lower_bound_seconds=plan.lower_bound_seconds,
+        gap=plan.gap,
         rerun_ops=plan.rerun_ops,
         decisions={d: _share(rows, d) for d in DECISIONS},
         breaks=tuple(f"{b.reason} ({b.source})" if b.source else b.reason for b in graph.breaks),

@@ -54,6 +54,7 @@ def _header(s: Summary) -> list[str]:
         ("values", _decisions(s)),
         ("graph breaks", "; ".join(s.breaks) or "none"),
     ]
+    lines += [("rule", str(note)) for note in s.solver.get("rules", ())]
     if s.not_planned:
         names = "; ".join(f"{name} ({n} ops)" for name, n in s.not_planned.items())
         room = f", with room of {format_bytes(s.outside_bytes)}" if s.outside_bytes else ""
@@ -72,7 +73,7 @@ def _time(s: Summary) -> str:
     if s.plain_seconds:
         text += f" ({100 * (s.predicted_seconds / s.plain_seconds - 1):+.1f} %)"
     if s.lower_bound_seconds:
-        text += f"; proven bound for this budget {format_seconds(s.lower_bound_seconds)}"
+        text += f"; proven bound {format_seconds(s.lower_bound_seconds)}, gap {100 * s.gap:.2f} %"
     return text
 
 
