@@ -24,6 +24,7 @@ from graphs import (
     storages_of,
     two_regions_and_loss,
     with_region,
+    with_storage,
 )
 
 
@@ -171,6 +172,8 @@ def test_a_loss_outside_the_model_recomputes_nothing() -> None:
 def named_chain(length: int = 4) -> StepGraph:
     """chain() as layers "body.0", "body.1", ... whose ops are relu and addmm in turn."""
     graph = chain(length)
+    for name in (f"f{i + 1}" for i in range(length)):
+        graph = with_storage(graph, 0, storages_of(graph.regions[0], name)[0], nbytes=4 * MIB)
     ops = []
     for i, op in enumerate(graph.regions[0].ops):
         target = ("aten.relu.default", "aten.addmm.default")[i % 2]
@@ -215,7 +218,7 @@ def test_rules_bind_the_planner_under_a_budget() -> None:
 
 def test_rules_that_leave_no_plan_are_refused() -> None:
     with pytest.raises(BudgetTooSmall):
-        kept_under({"body.*": "store"}, 6 * MIB)
+        kept_under({"body.*": "store"}, 12 * MIB)
 
 
 @pytest.mark.parametrize(
