@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from gradstow._stow import plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
 from gradstow.capture import Step
+from gradstow.planner import Effort
 from gradstow.planner import frontier as find_frontier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -77,6 +79,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     budget: int | str | None = None,
     policy: PolicyLike = "auto",
+    effort: str | Effort = "normal",
     forward: Forward | None = None,
     keep_output: bool = True,
     progress: Progress | None = None,
@@ -90,6 +93,8 @@ def plan(
         optimizer: adds its state to what is resident and its step to the timeline.
         budget: as for ``stow``; None plans without a limit.
         policy: as for ``stow``.
+        effort: ``"quick"`` (no solver, no proven bound), ``"normal"`` or ``"thorough"``; work is counted, not timed, so
+            that the same input gives the same plan. Ctrl-C while the solver runs gives the best plan so far.
         forward: ``forward(model, batch)`` in place of the rule for calling the model.
         keep_output: whether your loop still holds the model's output while the backward runs.
         progress: called with (stage, done, total).
@@ -102,7 +107,8 @@ def plan(
     """
     wanted = parse_budget(budget) if budget is not None else None
     step = make_step(model, batch, loss, optimizer, forward, keep_output)
-    return plan_step(model, step, wanted, policy, progress)
+    search = replace(Effort.of(effort), interruptible=True)
+    return plan_step(model, step, wanted, policy, progress, search)
 
 
 def frontier(

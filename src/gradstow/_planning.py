@@ -14,7 +14,7 @@ from gradstow._units import Budget, format_bytes
 from gradstow.capture import Step, aten_names, capture, device_of, tensors
 from gradstow.cost import measured_costs
 from gradstow.ir import CostTable, StepGraph
-from gradstow.planner import Policy, make_plan, plain_step_peak
+from gradstow.planner import Effort, Policy, make_plan, plain_step_peak
 
 Progress = Callable[[str, int, int], None]
 PolicyLike = str | Mapping[str, str] | Policy
@@ -24,11 +24,16 @@ _HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
 
 
 def plan_step(
-    model: torch.nn.Module, step: Step, budget: Budget | None, policy: PolicyLike, progress: Progress | None = None
+    model: torch.nn.Module,
+    step: Step,
+    budget: Budget | None,
+    policy: PolicyLike,
+    progress: Progress | None = None,
+    effort: str | Effort = "normal",
 ) -> Plan:
     """Capture, price and plan one step. Allocates at most one op at a time."""
-    Policy.of(policy)
-    return plan_graph(capture_step(model, step, progress), budget, policy, progress)
+    Policy.of(policy), Effort.of(effort)  # before anything takes time
+    return plan_graph(capture_step(model, step, progress), budget, policy, progress, effort)
 
 
 def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None = None) -> StepGraph:
@@ -48,7 +53,13 @@ def price(graph: StepGraph, limit: int = _TIMING_LIMIT, progress: Progress | Non
     return measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
 
 
-def plan_graph(graph: StepGraph, budget: Budget | None, policy: PolicyLike, progress: Progress | None = None) -> Plan:
+def plan_graph(
+    graph: StepGraph,
+    budget: Budget | None,
+    policy: PolicyLike,
+    progress: Progress | None = None,
+    effort: str | Effort = "normal",
+) -> Plan:
     """Price and plan a step that is captured."""
     say = progress or _silent
     limit = _TIMING_LIMIT
@@ -63,6 +74,7 @@ def plan_graph(graph: StepGraph, budget: Budget | None, policy: PolicyLike, prog
         budget="" if budget is None else str(budget),
         policy=policy,
         kind=Plan,
+        effort=effort,
         known_ops=aten_names() if Policy.of(policy).rules else (),
     )
     say("plan", 1, 1)

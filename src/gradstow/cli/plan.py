@@ -29,6 +29,7 @@ def plan(
     batch: Batch = None,
     budget: Budget = None,
     policy: Policy = "auto",
+    effort: Annotated[str, typer.Option(help="quick (no solver), normal or thorough.")] = "normal",
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     seq: Seq = 256,
     attn: Attn = None,
@@ -57,6 +58,7 @@ def plan(
                 optimizer=make_optimizer(optimizer, made.model),
                 budget=budget,
                 policy=policy,
+                effort=effort,
                 progress=meter,
             )
         data = {"target": made.name, **plan_json(found)}

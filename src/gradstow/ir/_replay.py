@@ -64,15 +64,11 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: boo
     storages as plain PyTorch would have them. Code outside of any graph has its room throughout.
     """
     walk = _Walk(graph, costs, plain)
-    for r in range(len(graph.regions)):
-        walk.forward(r, schedule)
-    walk.reserve(graph.reserve_bytes)
-    if not graph.outputs_held:
-        walk.release_all("last forward")
-    for r in reversed(range(len(graph.regions))):
-        walk.backward(r, schedule)
-    walk.release_all("backward()")
-    return Timeline(tuple(walk.moments), walk.live_at_peak, walk.live - graph.outside_bytes)
+    walk.step(schedule)
+    peak = max(range(len(walk.moments)), key=lambda i: walk.moments[i].during_bytes, default=-1)
+    again = _Walk(graph, costs, plain, look_at=peak)  # a list of what is alive at every moment would grow as n²
+    again.step(schedule)
+    return Timeline(tuple(walk.moments), again.seen, walk.live - graph.outside_bytes)
 
 
 Key = tuple[int, int]
@@ -81,14 +77,23 @@ Key = tuple[int, int]
 class _Walk:
     """Live storages as {(region, storage): holders}; a storage counts while anybody holds it."""
 
-    def __init__(self, graph: StepGraph, costs: CostTable, plain: bool) -> None:
-        self.graph, self.costs, self.plain = graph, costs, plain
+    def __init__(self, graph: StepGraph, costs: CostTable, plain: bool, look_at: int = -1) -> None:
+        self.graph, self.costs, self.plain, self.look_at = graph, costs, plain, look_at
         self.moments: list[Moment] = []
         self.holders: dict[Key, set[str]] = {}
         self.live = graph.outside_bytes
-        self.highest = -1
-        self.live_at_peak: tuple[Key, ...] = ()
+        self.seen: tuple[Key, ...] = ()  # what is alive at moment ``look_at``
         self.last_reader = _last_readers(graph)
+
+    def step(self, schedule: Schedule) -> None:
+        for r in range(len(self.graph.regions)):
+            self.forward(r, schedule)
+        self.reserve(self.graph.reserve_bytes)
+        if not self.graph.outputs_held:
+            self.release_all("last forward")
+        for r in reversed(range(len(self.graph.regions))):
+            self.backward(r, schedule)
+        self.release_all("backward()")
 
     def key(self, r: int, storage: int) -> Key:
         origin = self.graph.regions[r].storages[storage].origin
@@ -190,9 +195,8 @@ class _Walk:
 
     def _note(self, r: int, op: int, backward: bool, recompute: bool, during: int, seconds: float) -> None:
         self.moments.append(Moment(r, op, backward, recompute, during, self.live, seconds))
-        if during > self.highest:
-            self.highest = during
-            self.live_at_peak = tuple(self.holders)
+        if len(self.moments) - 1 == self.look_at:
+            self.seen = tuple(self.holders)
 
 
 def _last_readers(graph: StepGraph) -> dict[Key, int]:

@@ -32,7 +32,7 @@ def minimum(problem: Problem, stages: Stages, effort: Effort) -> Minimum:
     best = min(_small.outcomes(problem), key=_lowest_first, default=None)
     best = min((o for o in (best, _lowest(problem, proven, effort)) if o is not None), key=_lowest_first)
     low, moments = proven, frozenset[int]()
-    quick = replace(effort, rounds=3, gap=0.1)
+    quick = replace(effort, rounds=min(effort.rounds, 3), gap=0.1)
     for _ in range(_STEPS):
         if best.peak_bytes - low <= best.peak_bytes // _CLOSE:
             break

@@ -35,7 +35,7 @@ def make_plan(
     budget: str,
     policy: str | Mapping[str, str] | Policy = "auto",
     kind: Callable[..., PlanData] = PlanData,
-    effort: Effort | None = None,
+    effort: str | Effort = "normal",
     known_ops: Collection[str] = (),
 ) -> PlanData:
     """The cheapest plan whose replayed step peak is at or under ``step_budget`` bytes.
@@ -51,7 +51,7 @@ def make_plan(
     problem = build_problem(graph, costs)
     plain = plain_schedule(problem)
     notes = apply_rules(problem, wanted.rules, known_ops)
-    decision = _decide(problem, step_budget, wanted.name, effort or Effort())
+    decision = _decide(problem, step_budget, wanted.name, Effort.of(effort))
     schedule = schedule_of(problem, decision.order)
     check_schedule(graph, schedule)
     plan = kind(
@@ -121,7 +121,10 @@ def _decide(problem: Problem, step_budget: int | None, policy: str, effort: Effo
     if small is not None and (found.outcome is None or small.seconds < found.outcome.seconds):
         return Decision(small.order, found.bound, {"solver": "all orders"})
     if found.outcome is not None:
-        notes: dict[str, object] = {"solver": "stages", "rounds": found.rounds, "moments": len(found.moments)}
+        name = "stages" if effort.rounds else "greedy"
+        notes: dict[str, object] = {"solver": name, "rounds": found.rounds, "moments": len(found.moments)}
+        if found.interrupted:
+            notes["interrupted"] = True
         return Decision(found.outcome.order, found.bound, notes)
     least = minimum(problem, stages, effort)
     if least.outcome.peak_bytes <= step_budget:
