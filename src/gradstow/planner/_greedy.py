@@ -23,7 +23,7 @@ def greedy(problem: Problem, budget: int) -> Outcome:
     must = problem.keepable - problem.remaker.keys()
     best: Outcome | None = None
     for count in _counts(problem, ranked, budget):
-        kept = must | set(ranked[:count])
+        kept = must | _alike(problem, set(ranked[:count]))
         found = evaluate(problem, prune(problem, expand(problem, kept)))
         if best is None or _nearer(found, best, budget):
             best = found
@@ -31,6 +31,12 @@ def greedy(problem: Problem, budget: int) -> Outcome:
             break
     assert best is not None
     return best
+
+
+def _alike(problem: Problem, kept: set[int]) -> set[int]:
+    """With what regions of the same graph keep alike."""
+    chosen = {problem.decision[s] for s in kept if problem.names[s][0] in problem.shared}
+    return kept | {s for s in problem.remaker if problem.decision[s] in chosen} if chosen else kept
 
 
 def _ranked(problem: Problem) -> list[int]:
