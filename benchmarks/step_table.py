@@ -13,20 +13,16 @@ resident, gradients included. Rows are appended to a CSV as they are found.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import gradstow as gs
+from _cases import CASES, Case, build, checkpointed
 from _rows import RESULTS, VERSIONS, versions, write
-from gradstow._api import make_step
-from gradstow._planning import plan_step
 from gradstow._units import Budget
 from gradstow._verify import Proof, median_interval, same_rng, step_peak, time_ratios
-from gradstow.cli._targets import build_target
 from gradstow.planner import make_plan
 
 MIB = 1 << 20
@@ -37,42 +33,12 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """One model of the table. ``points`` are (MiB, time ratio to reach there); ``blocks`` are checkpointed."""
-
-    target: str
-    batch: int
-    points: tuple[tuple[int, float], ...]
-    blocks: tuple[str, ...]
-    attn: str | None = None
-
-
-CASES = {
-    "resnet50": Case(
-        "torchvision:resnet50",
-        8,
-        ((575, 1.07), (466, 1.07), (458, 1.25), (416, 1.10), (316, 1.34)),
-        ("Bottleneck",),
-    ),
-    "densenet121": Case("torchvision:densenet121", 4, ((255, 1.12), (249, 1.15), (222, 1.37)), ("_DenseLayer",)),
-    "vit_b_16": Case("torchvision:vit_b_16", 4, ((388, 1.21), (360, 1.03), (358, 1.25)), ("EncoderBlock",)),
-    "gpt2": Case("transformers:gpt2", 4, ((1138, 1.07), (1108, 1.18), (769, 1.22)), ("GPT2Block",), "sdpa"),
-    "alexnet": Case("torchvision:alexnet", 64, ((375, 1.35),), ("Sequential",)),
-    "gpt2-eager": Case(
-        "transformers:gpt2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0",
-        4,
-        ((769, 1.1),),
-        ("GPT2Block",),
-        "eager",
-    ),
-}
 PERCENTS = (100, 80, 60, 45)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--models", nargs="*", default=[name for name in CASES if name != "bert"], choices=list(CASES))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", help="settings to run, such as 466MiB or 60%%; default all")
@@ -83,11 +49,8 @@ def main() -> None:
 
 
 def run_case(name: str, case: Case, arguments: argparse.Namespace) -> None:
-    target = build_target(case.target, case.batch, attn=case.attn)
-    model, batch = target.model.to(arguments.device), _to(target.batch, arguments.device)
-    step = make_step(model, batch, target.loss, None, None, keep_output=False)
-    whole = plan_step(model, step, None, "auto")
-    proof = Proof(model, batch, step.call, target.loss, None)
+    model, batch, step, whole = build(case, arguments.device)
+    proof = Proof(model, batch, step.call, step.loss, None)
     common = {"model": name, "batch": case.batch, **versions(arguments.device)}
     settings = [(f"{p}%", Budget(percent=p), 1.03 if p == 100 else None) for p in PERCENTS]
     settings += [(f"{m}MiB", Budget(total_bytes=whole.resident_bytes + m * MIB), bar) for m, bar in case.points]
@@ -146,9 +109,7 @@ def planned_row(proof: Proof, plan: gs.Plan, rounds: int) -> dict[str, Any]:
 def block_row(proof: Proof, case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """torch.utils.checkpoint around every block, measured beside plain in the same process."""
     twin = proof.trainee()
-    for module in twin.model.modules():
-        if type(module).__name__ in case.blocks:
-            module.forward = _checkpointed(module.forward)
+    checkpointed(twin.model, case, "every block")
     with same_rng():
         try:
             peak = step_peak(twin, arguments.device)
@@ -167,10 +128,6 @@ def block_row(proof: Proof, case: Case, arguments: argparse.Namespace) -> dict[s
     }
 
 
-def _checkpointed(forward: Any) -> Any:
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
 def events_peak(trainee: Any) -> int:
     """The step peak by the profiler's memory events, summed here: independent of gs.measure_peak."""
     trainee.optimizer.zero_grad(set_to_none=True)
@@ -182,14 +139,6 @@ def events_peak(trainee: Any) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
-
-
-def _to(item: Any, device: str) -> Any:
-    if isinstance(item, torch.Tensor):
-        return item.to(device)
-    if isinstance(item, dict):
-        return {k: _to(v, device) for k, v in item.items()}
-    return type(item)(_to(v, device) for v in item)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from gradstow._stow import plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
 from gradstow.capture import Step
+from gradstow.cost import find_profile
 from gradstow.planner import Effort
 from gradstow.planner import frontier as find_frontier
 
@@ -80,6 +81,7 @@ def plan(
     budget: int | str | None = None,
     policy: PolicyLike = "auto",
     effort: str | Effort = "normal",
+    device: str | None = None,
     forward: Forward | None = None,
     keep_output: bool = True,
     progress: Progress | None = None,
@@ -95,6 +97,8 @@ def plan(
         policy: as for ``stow``.
         effort: ``"quick"`` (no solver, no proven bound), ``"normal"`` or ``"thorough"``; work is counted, not timed, so
             that the same input gives the same plan. Ctrl-C while the solver runs gives the best plan so far.
+        device: a profile such as ``"cuda:h100"``, to plan for a device that is not here: op times then come from its
+            data sheet, and working memory of ops counts as nothing.
         forward: ``forward(model, batch)`` in place of the rule for calling the model.
         keep_output: whether your loop still holds the model's output while the backward runs.
         progress: called with (stage, done, total).
@@ -108,7 +112,8 @@ def plan(
     wanted = parse_budget(budget) if budget is not None else None
     step = make_step(model, batch, loss, optimizer, forward, keep_output)
     search = replace(Effort.of(effort), interruptible=True)
-    return plan_step(model, step, wanted, policy, progress, search)
+    profile = None if device is None else find_profile(device)
+    return plan_step(model, step, wanted, policy, progress, search, profile)
 
 
 def frontier(

@@ -12,7 +12,7 @@ from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
 from gradstow.capture import Step, aten_names, capture, device_of, tensors
-from gradstow.cost import measured_costs
+from gradstow.cost import Profile, analytic_costs, measured_costs
 from gradstow.ir import CostTable, StepGraph
 from gradstow.planner import Effort, Policy, make_plan, plain_step_peak
 
@@ -30,10 +30,11 @@ def plan_step(
     policy: PolicyLike,
     progress: Progress | None = None,
     effort: str | Effort = "normal",
+    profile: Profile | None = None,
 ) -> Plan:
     """Capture, price and plan one step. Allocates at most one op at a time."""
     Policy.of(policy), Effort.of(effort)  # before anything takes time
-    return plan_graph(capture_step(model, step, progress), budget, policy, progress, effort)
+    return plan_graph(capture_step(model, step, progress), budget, policy, progress, effort, profile)
 
 
 def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None = None) -> StepGraph:
@@ -47,8 +48,18 @@ def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None =
     return graph
 
 
-def price(graph: StepGraph, limit: int = _TIMING_LIMIT, progress: Progress | None = None) -> CostTable:
-    """Measure every op that the cache does not know; larger ones than ``limit`` bytes are measured smaller."""
+def price(
+    graph: StepGraph,
+    limit: int = _TIMING_LIMIT,
+    progress: Progress | None = None,
+    profile: Profile | None = None,
+) -> CostTable:
+    """The price of every op: by a profile, or measured where the cache does not know it.
+
+    What needs more than ``limit`` bytes is measured smaller.
+    """
+    if profile is not None:
+        return analytic_costs(_signatures(graph), profile)
     say = progress or _silent
     return measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
 
@@ -59,18 +70,19 @@ def plan_graph(
     policy: PolicyLike,
     progress: Progress | None = None,
     effort: str | Effort = "normal",
+    profile: Profile | None = None,
 ) -> Plan:
     """Price and plan a step that is captured."""
     say = progress or _silent
     limit = _TIMING_LIMIT
     if budget is not None and budget.total_bytes is not None:
         limit = min(limit, budget.total_bytes)
-    costs = price(graph, limit, progress)
+    costs = price(graph, limit, progress, profile)
     say("plan", 0, 1)
     result = make_plan(
         graph,
         costs,
-        step_budget=_step_budget(graph, costs, budget),
+        step_budget=_step_budget(graph, costs, budget, profile),
         budget="" if budget is None else str(budget),
         policy=policy,
         kind=Plan,
@@ -97,14 +109,15 @@ def _signatures(graph: StepGraph) -> list[str]:
     return list(found)
 
 
-def _step_budget(graph: StepGraph, costs: CostTable, budget: Budget | None) -> int | None:
+def _step_budget(graph: StepGraph, costs: CostTable, budget: Budget | None, profile: Profile | None) -> int | None:
     """The budget as bytes for the step, above what is resident."""
     if budget is None:
         return None
     if budget.percent is not None:
         return int(budget.percent / 100 * plain_step_peak(graph, costs))
     if budget.auto:
-        return int((1 - _HEADROOM) * free_bytes(graph.device))
+        free = free_bytes(graph.device) if profile is None else profile.memory - graph.resident.total
+        return int((1 - _HEADROOM) * free)
     assert budget.total_bytes is not None
     left = budget.total_bytes - graph.resident.total
     if left <= 0:

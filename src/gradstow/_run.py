@@ -154,6 +154,12 @@ class _Recording:
                 "stow the parts that do not contain what fails."
             ) from error
         self._breaks += tuple(b for b in breaks() if b not in self._breaks)
+        if not self._source.log.order:
+            reasons = "; ".join(b.reason for b in self._breaks) or "PyTorch's tracer leaves it out"
+            raise CaptureError(
+                f"no part of {type(module).__name__} could be captured, so no budget can hold: {reasons}. It trains as "
+                "plain PyTorch; stow other parts of the model."
+            )
         self._seen = see(module, (args, kwargs), output, self._breaks)
         return output
 

@@ -17,7 +17,7 @@ from gradstow._plan import Plan
 from gradstow._planning import Progress
 from gradstow._run import Run, Wishes
 from gradstow._units import parse_budget
-from gradstow.capture import batch_signature, device_of
+from gradstow.capture import batch_signature, device_of, weights_signature
 from gradstow.execute import inner_error
 from gradstow.planner import Policy
 
@@ -82,17 +82,17 @@ def _check_stowable(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
         raise GradstowError(f"stow takes a torch.nn.Module, not {type(model).__name__}.")
     for name, module in model.named_modules():
-        where = f"its sub-module {name}" if name else "it"
+        where = f" (its sub-module {name})" if name else ""
         if isinstance(module._compiled_call_impl, _Stowed):
-            raise GradstowError(f"{type(model).__name__} is stowed already ({where}). Call gs.unstow first.")
+            raise GradstowError(f"{type(model).__name__} is stowed already{where}. Call gs.unstow first.")
         if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
             raise CaptureError(
-                f"{type(model).__name__} is compiled already ({where}), and gradstow captures it itself. "
+                f"{type(model).__name__} is compiled already{where}, and gradstow captures it itself. "
                 "Stow the original module, without torch.compile."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{type(model).__name__} holds a ScriptModule ({where}), which cannot be captured. "
+                f"{type(model).__name__} is or holds a ScriptModule{where}, which cannot be captured. "
                 "Use the Python module that it was scripted from, or stow the other parts alone."
             )
     device_of(model)
@@ -108,6 +108,11 @@ def _check_plan(plan: Plan, model: torch.nn.Module) -> None:
     if plan.graph.model != type(model).__qualname__:
         raise StalePlan(
             f"the plan is for {plan.graph.model} and this model is {type(model).__qualname__}. "
+            "Plan this model with gs.plan."
+        )
+    if plan.graph.weights and plan.graph.weights != weights_signature(model):
+        raise StalePlan(
+            f"the plan is for a {plan.graph.model} whose parameters have other shapes or dtypes than this one's. "
             "Plan this model with gs.plan."
         )
     if plan.graph.device != device_of(model):
@@ -129,6 +134,12 @@ class _Stowed:
 
     def __post_init__(self) -> None:
         self.module = weakref.ref(self.module)
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        """Some modules (LSTM) copy their call slot: what they get is a plain model."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: torch.nn.Module = self.module()

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from gradstow import _signature
-from gradstow.cost import _cache, _machine, measure, measure_peak, measured_costs
+from gradstow._signature import encode
+from gradstow.cost import (
+    _cache,
+    _machine,
+    analytic_costs,
+    find_profile,
+    measure,
+    measure_peak,
+    measured_costs,
+)
 from gradstow.cost._inputs import Undecodable, meta_call, real_call, sizes, storage_items
 from gradstow.cost._shrink import analytic, shrink
 from gradstow.errors import GradstowError
@@ -482,3 +491,32 @@ def test_two_processes_never_damage_the_file(folder: Path) -> None:
     assert {"a39", "b39"} & set(found)
     assert all(cost == OpCost(float(name[1:]), int(name[1:])) for name, cost in found.items())
     assert [file.suffix for file in folder.iterdir()] == [".json"]
+
+
+# ------------------------------------------------------------------------------------------- devices elsewhere
+
+
+def test_a_profile_prices_by_its_data_sheet() -> None:
+    h100, t4 = find_profile("cuda:h100"), find_profile("cuda:t4")
+    square = torch.empty(4096, 4096, device="meta")
+    big = encode("aten.mm.default", (square, square), {})
+    copy = encode("aten.neg.default", (torch.empty(64 * MIB, device="meta"),), {})
+    view = encode("aten.t.default", (torch.empty(8, 8, device="meta"),), {})
+    fast, slow = (analytic_costs([big, copy, view, ""], profile).costs for profile in (h100, t4))
+    assert fast[big].seconds == pytest.approx(2 * 4096**3 / (0.6 * 67e12), rel=0.05)
+    assert fast[copy].seconds == pytest.approx(2 * 4 * 64 * MIB / (0.8 * 3.35e12), rel=0.05)
+    assert slow[big].seconds > 5 * fast[big].seconds
+    assert fast[view].seconds == 0
+    assert fast[""].how == "unknown"
+
+
+def test_attention_on_cpu_has_a_formula() -> None:
+    q = torch.empty(2, 4, 128, 64, device="meta")
+    forward = encode("aten._scaled_dot_product_flash_attention_for_cpu.default", (q, q, q), {})
+    seconds = analytic_costs([forward], find_profile("cuda:t4")).costs[forward].seconds
+    assert seconds >= 4 * 2 * 4 * 128 * 128 * 64 / (0.6 * 8.1e12)
+
+
+def test_an_unknown_profile_names_the_closest() -> None:
+    with pytest.raises(GradstowError, match="no device profile 'cuda:h10'. Did you mean cuda:h100"):
+        find_profile("cuda:h10")

@@ -14,6 +14,7 @@ from gradstow.capture._capture import (
     recorded_graph,
     resident_bytes,
     see,
+    weights_signature,
 )
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
@@ -59,4 +60,5 @@ __all__ = [
     "see",
     "storage_key",
     "tensors",
+    "weights_signature",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -157,6 +158,7 @@ def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, op
         outputs_held=step.outputs_held,
         batch=seen.batch,
         model=type(model).__qualname__,
+        weights=weights_signature(model),
         breaks=seen.breaks,
         outside=seen.outside[0],
         outside_bytes=seen.outside[1],
@@ -316,6 +318,13 @@ def device_of(model: torch.nn.Module) -> str:
     if len(devices) > 1:
         raise CaptureError(f"the parameters are on several devices ({', '.join(sorted(devices))}). Use one device.")
     return devices.pop()
+
+
+def weights_signature(model: torch.nn.Module) -> str:
+    """A short hash of the names, shapes and dtypes of a model's parameters and buffers."""
+    items = [*model.named_parameters(), *model.named_buffers()]
+    text = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in items)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:

@@ -339,9 +339,12 @@ def _module_path(node: fx.Node) -> str:
     return re.sub(r"\['([^']*)'\]", r".\1", path).strip(".")
 
 
+_OURS = "gradstow/capture/"  # the call of the model, in traces of modules that torch itself wrote
+
+
 def _source_line(node: fx.Node) -> str:
     trace = node.meta.get("stack_trace") or ""
-    places = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    places = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ") and _OURS not in line]
     if not places:
         return ""
     file, line, *_ = places[-1].removeprefix("File ").split(", ")

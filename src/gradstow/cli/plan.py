@@ -30,6 +30,7 @@ def plan(
     budget: Budget = None,
     policy: Policy = "auto",
     effort: Annotated[str, typer.Option(help="quick (no solver), normal or thorough.")] = "normal",
+    device: Annotated[str | None, typer.Option(help="Plan for a device elsewhere: cuda:h100, cuda:t4, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     seq: Seq = 256,
     attn: Attn = None,
@@ -59,6 +60,7 @@ def plan(
                 budget=budget,
                 policy=policy,
                 effort=effort,
+                device=device,
                 progress=meter,
             )
         data = {"target": made.name, **plan_json(found)}

@@ -3,8 +3,9 @@
 Called with op signatures by whoever plans; knows nothing of graphs, plans or models.
 """
 
+from gradstow.cost._analytic import Profile, analytic_costs, find_profile
 from gradstow.cost._cache import measured_costs
 from gradstow.cost._measure import measure
 from gradstow.cost._memory import PeakMemory, measure_peak
 
-__all__ = ["PeakMemory", "measure", "measure_peak", "measured_costs"]
+__all__ = ["PeakMemory", "Profile", "analytic_costs", "find_profile", "measure", "measure_peak", "measured_costs"]

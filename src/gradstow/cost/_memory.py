@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from gradstow._errors import GradstowError
+from gradstow._units import format_bytes
 from gradstow.cost._events import Level, Session
 
 _active: PeakMemory | None = None
@@ -65,6 +66,12 @@ class PeakMemory:
         """Highest growth of the resident set; None where the system cannot tell."""
         self._read()
         return self._resident.growth
+
+    def __repr__(self) -> str:
+        if not self._done:
+            return f"<PeakMemory on {self.device}, no result yet>"
+        peak, end = format_bytes(self.peak_bytes), format_bytes(self.end_bytes)
+        return f"<PeakMemory on {self.device}: peak {peak}, at the end {end}>"
 
     def __enter__(self) -> PeakMemory:
         global _active

@@ -10,9 +10,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from gradstow.cost._inputs import Sizes, meta_call, sizes, storage_items, tensors_in
+from gradstow.cost._analytic import roofline
+from gradstow.cost._inputs import Sizes, sizes, storage_items
 from gradstow.ir import OpCost
 
 _UNKNOWN = OpCost(0.0, 0, "unknown")
@@ -55,25 +55,8 @@ def shrink(signature: str, full: Sizes, limit_bytes: int) -> Shrunk | None:
 
 
 def analytic(signature: str, full: Sizes, device: torch.device) -> OpCost:
-    """Roofline cost: the longer of bytes over bandwidth and FLOPs over the rate of a large matmul.
-
-    The working memory of such an op is not known and counted as none.
-    """
-    if full.outputs is None:
-        return _UNKNOWN
-    if full.view:
-        return OpCost(0.0, 0, "extrapolated")
-    seconds = full.total_bytes / bandwidth(device)
-    try:
-        call = meta_call(signature)
-        with FlopCounterMode(display=False) as counter:
-            call.run()
-        if flops := counter.get_total_flops():
-            floats = [t.dtype for t in tensors_in([call.args, call.kwargs]) if t.is_floating_point()]
-            seconds = max(seconds, flops / flop_rate(device, floats[0] if floats else torch.float32))
-    except Exception:  # no right formula, or a dtype without matmul: bytes alone would be a guess
-        return _UNKNOWN
-    return OpCost(seconds, 0, "extrapolated")
+    """Roofline cost, with the rates of a large copy and a large matmul on this device."""
+    return roofline(signature, full, bandwidth(device), lambda dtype: flop_rate(device, dtype))
 
 
 @lru_cache(maxsize=8)

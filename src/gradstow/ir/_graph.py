@@ -164,7 +164,7 @@ class StepGraph:
         outputs_held: whether the user's loop still holds the model's output while the backward runs.
         device: "cpu" or "cuda".
         batch: signature of the batch, for the plan's key.
-        model: name of the model's class.
+        model: name of the model's class; ``weights`` a signature of its parameters' and buffers' layouts.
         breaks: graph breaks, in order.
         outside: names of ops that ran outside of any graph and keep tensors for the backward.
         outside_bytes: room for them, counted from the start of the step to the end of its backward.
@@ -180,6 +180,7 @@ class StepGraph:
     outputs_held: bool = True
     batch: str = ""
     model: str = ""
+    weights: str = ""
     breaks: tuple[GraphBreak, ...] = ()
     outside: tuple[str, ...] = ()
     outside_bytes: int = 0
@@ -205,6 +206,7 @@ class StepGraph:
             outputs_held=data["outputs_held"],
             batch=data["batch"],
             model=data["model"],
+            weights=data["weights"],
             breaks=tuple(GraphBreak(**b) for b in data["breaks"]),
             outside=tuple(data["outside"]),
             outside_bytes=data["outside_bytes"],

@@ -92,7 +92,7 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
     return Summary(
         model=graph.model,
         batch=batch_text(graph.batch),
-        device=graph.device,
+        device=_device(plan),
         versions=dict(graph.versions),
         budget=plan.budget,
         policy=plan.policy,
@@ -115,6 +115,11 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
         outside_bytes=graph.outside_bytes,
         solver=dict(plan.solver),
     )
+
+
+def _device(plan: PlanData) -> str:
+    elsewhere = ":" in plan.costs.device and plan.graph.device == "cpu"  # a profile, not what was captured on
+    return f"{plan.graph.device}, priced for {plan.costs.device}" if elsewhere else plan.graph.device
 
 
 def batch_text(signature: str) -> str:
