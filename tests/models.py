@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
@@ -345,6 +346,46 @@ class Skipped(nn.Module):
         return x
 
 
+class Counting(nn.Module):
+    """Reads buffers that it changes later in the same forward: a step counter, a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x) * (1 + self.steps) - self.mean * 2)
+        self.steps.add_(1)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return self.last(torch.tanh(h * 3))
+
+
+def spectral() -> nn.Module:
+    """Each forward improves the estimate of the largest singular value, which the weight is divided by."""
+    return nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Mirrored(nn.Module):
+    """Ops that read two views of one storage, lazy conjugates, and views that are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = self.first(x).T @ self.first(x)
+        skew = square * 1.5
+        skew = skew - skew.T
+        z = torch.fft.fft(skew.tanh() @ self.first.weight)
+        y = (z * z.conj() / (1 + z.abs())).real
+        v = y.view(16, 2, 8)
+        v[:, 1].sigmoid_()
+        return self.last((y * 0.1).tanh())[:8]
+
+
 @torch._dynamo.disable
 def note(calls: Notes) -> None:
     calls.add()
@@ -361,6 +402,11 @@ def norm_case(dimensions: int, dtype: torch.dtype = torch.float32, **options: An
 
 CASES = {
     "conv": Case(ConvNet, images(), cross_entropy),
+    "counting": Case(Counting, rows(), squares),
+    "spectral": Case(
+        lambda: nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 4)), rows(), squares
+    ),
+    "mirrored": Case(Mirrored, rows(), squares),
     "conv-channels-last": Case(
         lambda: ConvNet().to(memory_format=torch.channels_last), images(channels_last=True), cross_entropy
     ),

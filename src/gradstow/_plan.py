@@ -45,6 +45,8 @@ class Plan(PlanData):
             GradstowError: the file cannot be written; what was there before still is.
         """
         target = Path(os.path.realpath(path))  # a link stays a link
+        if target.exists() and not target.is_file():
+            raise GradstowError(f"the plan cannot be written to {path}: it is not a file. Choose another place.")
         temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             temporary.write_text(self.dumps(), encoding="utf-8")

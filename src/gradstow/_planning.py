@@ -14,7 +14,7 @@ from gradstow._units import Budget, format_bytes
 from gradstow.capture import Step, aten_names, capture, device_of, tensors
 from gradstow.cost import Profile, analytic_costs, measured_costs
 from gradstow.ir import CostTable, StepGraph
-from gradstow.planner import Effort, Policy, make_plan, plain_step_peak
+from gradstow.planner import Effort, Policy, make_plan, plain_step_peak, smallest_peak
 
 Progress = Callable[[str, int, int], None]
 PolicyLike = str | Mapping[str, str] | Policy
@@ -121,12 +121,14 @@ def _step_budget(graph: StepGraph, costs: CostTable, budget: Budget | None, prof
     assert budget.total_bytes is not None
     left = budget.total_bytes - graph.resident.total
     if left <= 0:
+        needed = graph.resident.total + smallest_peak(graph, costs)[0]
         raise BudgetTooSmall(
             f"the budget of {format_bytes(budget.total_bytes)} is less than what is resident before the step "
             f"starts: {format_bytes(graph.resident.total)} of parameters, buffers, gradients, optimizer state "
-            "and batch. Give more than that, or use a smaller model or batch.",
+            f"and batch. The smallest budget is {needed} bytes ({format_bytes(needed)}). Give at least that, or use a "
+            "smaller model or batch.",
             budget_bytes=budget.total_bytes,
-            minimum_bytes=graph.resident.total,
+            minimum_bytes=needed,
         )
     return left
 

@@ -63,17 +63,26 @@ class Run:
         if executor is None:
             return self._record(module, args, kwargs)
         try:
-            return executor(module, args, kwargs)
+            return self._execute(executor, module, args, kwargs)
         except Exception as error:
             if not isinstance(inner_error(error), UnknownGraph) or _planned(executor).strict:
                 raise
         if not fresh and self._plan_again(executor, module, args, kwargs):
             try:
-                return executor(module, args, kwargs)
+                return self._execute(executor, module, args, kwargs)
             except Exception as error:
                 if not isinstance(inner_error(error), UnknownGraph):
                     raise
         return self._record(module, args, kwargs, "the graph that really runs is not the one that was rehearsed")
+
+    def _execute(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        output = executor(module, args, kwargs)
+        planned = {sum(r.managed for r in plan.graph.regions) for plan in _planned(executor).plans}
+        if not executor.ran:
+            raise _nothing_captured(module, "hooks, or code that PyTorch's tracer leaves out")
+        if executor.ran not in planned:  # the rest ran as plain PyTorch, outside of any graph
+            _planned(executor).outdated = True
+        return output
 
     def _executor(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Executor | None, bool]:
         """What runs this step, and whether it is new; None where the step has to be recorded."""
@@ -83,7 +92,7 @@ class Run:
             if known is not None and not _planned(known).outdated:
                 return known, False
             if known is not None:
-                self._say_recorded(module, "a graph that was not planned ran in the last step, storing all")
+                self._say_recorded(module, "other graphs than planned ran in the last step")
                 return None, False
             try:
                 plan, strict = self._plan(module, args, kwargs)
@@ -156,10 +165,7 @@ class _Recording:
         self._breaks += tuple(b for b in breaks() if b not in self._breaks)
         if not self._source.log.order:
             reasons = "; ".join(b.reason for b in self._breaks) or "PyTorch's tracer leaves it out"
-            raise CaptureError(
-                f"no part of {type(module).__name__} could be captured, so no budget can hold: {reasons}. It trains as "
-                "plain PyTorch; stow other parts of the model."
-            )
+            raise _nothing_captured(module, reasons)
         self._seen = see(module, (args, kwargs), output, self._breaks)
         return output
 
@@ -170,6 +176,13 @@ class _Recording:
     def graph(self, module: torch.nn.Module, step: Step) -> StepGraph:
         assert self._seen is not None, "asked for only when complete"
         return recorded_graph(module, step, self._source.log, self._seen)
+
+
+def _nothing_captured(module: torch.nn.Module, reasons: str) -> CaptureError:
+    return CaptureError(
+        f"no part of {type(module).__name__} could be captured, so no budget can hold: {reasons}. It trains as plain "
+        "PyTorch; stow other parts of the model."
+    )
 
 
 def _planned(executor: Executor) -> Planned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -212,3 +213,20 @@ def test_dataclasses_go_in_and_out(device: str) -> None:
     model = gs.stow(Wrapped().to(device), policy="recompute-all")
     loss(model(batch), batch).backward()
     assert plan_of(model).graph.reserve_bytes == 2 * batch.y.nbytes
+
+
+def test_a_model_that_no_graph_holds_is_refused_by_name(device: str) -> None:
+    """A hook on the backward of a part of a Sequential: PyTorch's tracer leaves out the whole call."""
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.GELU()))).to(device)
+    model[2].register_full_backward_hook(lambda *_: None)
+    gs.stow(model, "100%")
+    with pytest.raises(gs.errors.CaptureError, match="no part of Sequential could be captured, so no budget can hold"):
+        model(torch.randn(8, 16, device=device))
+    assert not is_stowed(model)
+    recurrent = gs.stow(nn.LSTM(8, 8).to(device), "100%")
+    with (
+        pytest.warns(UserWarning, match="recorded"),
+        pytest.raises(gs.errors.CaptureError, match="no part of LSTM could be captured"),
+    ):
+        recurrent(torch.randn(3, 2, 8, device=device))
+    assert copy.deepcopy(recurrent)._compiled_call_impl is None

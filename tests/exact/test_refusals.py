@@ -158,8 +158,15 @@ def test_a_plan_of_another_model(device: str, tmp_path: Path) -> None:
 def test_a_plan_of_another_model_of_the_same_class(device: str) -> None:
     batch, wide = CONV.data(device), Case(lambda: ConvNet(width=12), images(), CONV.loss)
     plan, model = gs.plan(wide.model(device), batch, loss=CONV.loss), CONV.model(device)
-    gs.stow(model, plan=plan)
-    refused(model, StalePlan, "none of the planned ones.*budget=", lambda: CONV.run(model, batch))
+    refused(model, StalePlan, "other shapes or dtypes.*gs.plan", lambda: gs.stow(model, plan=plan))
+
+
+def test_a_plan_of_a_model_that_computes_something_else(device: str) -> None:
+    batch, model = CONV.data(device), CONV.model(device)
+    model.features[2] = nn.Sigmoid()
+    plan, plain = gs.plan(model, batch, loss=CONV.loss), CONV.model(device)
+    gs.stow(plain, plan=plan)
+    refused(plain, StalePlan, "none of the planned ones.*budget=", lambda: CONV.run(plain, batch))
 
 
 def test_a_plan_of_another_torch(device: str, tmp_path: Path) -> None:

@@ -317,7 +317,10 @@ def device_of(model: torch.nn.Module) -> str:
         )
     if len(devices) > 1:
         raise CaptureError(f"the parameters are on several devices ({', '.join(sorted(devices))}). Use one device.")
-    return devices.pop()
+    (device,) = devices
+    if device not in ("cpu", "cuda"):
+        raise CaptureError(f"the parameters are on {device}. gradstow trains on cpu and cuda: move the model there.")
+    return device
 
 
 def weights_signature(model: torch.nn.Module) -> str:

@@ -76,8 +76,21 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
     inputs = [node.args[i] for i in slots if i < len(node.args)]
     others = [a for a in node.args if isinstance(a, fx.Node)]
     return tuple(
-        i for i in inputs if isinstance(i, fx.Node) and _same_layout(i.meta.get("val"), result) and others.count(i) == 1
+        i
+        for i in inputs
+        if isinstance(i, fx.Node)
+        and _same_layout(i.meta.get("val"), result)
+        and others.count(i) == 1
+        and not any(_share(i, other) for other in others if other is not i)
     )
+
+
+def _share(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two inputs lie on one storage (a matrix and its transpose): then neither may be written over."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def overwriting_call(node: fx.Node, victim: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -100,7 +113,9 @@ def _is_row_wise(node: fx.Node, result: torch.Tensor) -> bool:
 
 def _same_layout(value: Any, result: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and bool(
-        value.dtype == result.dtype
+        all(stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)  # not expanded
+        and not (value.is_complex() or value.is_neg())  # lazy conjugates and negatives stay marked as such
+        and value.dtype == result.dtype
         and value.shape == result.shape
         and value.stride() == result.stride()
         and value.device == result.device

@@ -65,8 +65,8 @@ class StepLog:
 
     @property
     def complete(self) -> bool:
-        """Whether a backward has run, so that there is something to plan."""
-        return any(r.ran_backward for r in self.order)
+        """Whether a backward of the model has run, so that there is something to plan."""
+        return any(r.ran_backward and r.compiled.managed for r in self.order)
 
     def _record_of(self, graph: CompiledGraph, saved: Sequence[Any]) -> RegionRecord | None:
         """The run whose backward this is: the one that saved these tensors, else the last one still open."""

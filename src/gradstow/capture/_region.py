@@ -82,6 +82,17 @@ def build_region(
     return replace(built, region=replace(built.region, ops=ops, held=held, managed=managed))
 
 
+def _pin_readers_of_changed(ops: tuple[Op, ...], values: Sequence[Value]) -> tuple[Op, ...]:
+    """Buffers that the forward changes (counters, moving averages) have other values when the backward runs."""
+    changed = {s for op in ops if not op.backward for s in op.writes}
+    result = []
+    for op in ops:
+        reads = op.inputs if op.rerun is None else op.rerun.inputs
+        late = not op.backward and not op.view and any(values[v].storage in changed for v in reads)
+        result.append(replace(op, pinned="reads what the forward changes") if late and not op.pinned else op)
+    return tuple(result)
+
+
 def _scoped(ops: tuple[Op, ...], nodes: tuple[fx.Node, ...]) -> tuple[Op, ...]:
     """Ops of code that runs as plain PyTorch, each with its scope.
 
@@ -120,7 +131,7 @@ class _Builder:
         nodes = [n for n in self.module.graph.nodes if n.op in ("call_function", "get_attr")]
         calls = [n for n in nodes if n.target is not operator.getitem]
         ordered = [n for n in calls if n not in self.backward] + [n for n in calls if n in self.backward]
-        ops = tuple(self._op(node) for node in ordered)
+        ops = _pin_readers_of_changed(tuple(self._op(node) for node in ordered), self.values)
         region = Region(
             name=name,
             storages=tuple(self.storages),

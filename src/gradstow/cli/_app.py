@@ -46,6 +46,9 @@ def run(arguments: list[str]) -> int:
     except GradstowError as error:
         complain(str(error))
         return 2 if isinstance(error, _BAD_INPUT) else 1
+    except OSError as error:  # such as a full disk behind stdout
+        complain(f"the result cannot be written: {error.strerror or error}")
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         result = _INTERRUPTED
     except Exception as error:

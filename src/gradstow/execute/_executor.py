@@ -53,11 +53,12 @@ class Executor:
         self.source, self.device = source, device
         self.programs: list[RegionProgram] = []
         self._name_of = name_of
-        self._begun = False  # whether a graph ran in this call
+        self.ran = 0  # planned graphs that ran in the last call
+        self._begun = False  # whether any graph ran in it
         self._call = torch.compile(fresh_function(call_module), backend=self._backend, dynamic=False)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        self._begun = False
+        self._begun, self.ran = False, 0
         with compile_settings():
             return self._call(module, args, kwargs)
 
@@ -81,24 +82,22 @@ class Executor:
 
         def call(*args: Any) -> Any:
             self._begun = True
+            watched = self._watch(programs[-1], args) if programs else []
             outputs = compiled(*args)
             if programs:
-                self._guard(programs[-1], args, outputs)
+                self.ran += 1
+                self._guard(watched, outputs)
             return outputs
 
         return call
 
-    def _guard(self, program: RegionProgram, args: tuple[Any, ...], outputs: Any) -> None:
+    def _guard(self, watched: list[_Watched], outputs: Any) -> None:
         """Let absent gradients be None, refuse double backward and changed tensors by name."""
-        watched: list[_Watched] | None = None
         for node in compiled_nodes(outputs):
-            if "gradstow_guarded" in node.metadata:
-                continue
-            if watched is None:
-                watched = self._watch(program, args)
-            node.metadata["gradstow_guarded"] = True
-            node.set_materialize_grads(False)
-            node.register_prehook(_Prehook(watched, self._name_of, self.device))
+            if "gradstow_guarded" not in node.metadata:
+                node.metadata["gradstow_guarded"] = True
+                node.set_materialize_grads(False)
+                node.register_prehook(_Prehook(watched, self._name_of, self.device))
 
     def _watch(self, program: RegionProgram, args: tuple[Any, ...]) -> list[_Watched]:
         return [

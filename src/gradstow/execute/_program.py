@@ -11,7 +11,7 @@ from torch import fx
 from gradstow._errors import CaptureError
 from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
-from gradstow.ir import Region, RegionSchedule, Run, StorageKind, just_in_time
+from gradstow.ir import Region, RegionSchedule, Run, StorageKind, write_events
 
 Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 
@@ -77,7 +77,7 @@ class RegionProgram:
         region = joint.region
         saved = set(self.lowered.saved)
         here = {n.name: region.values[v].storage for v, n in enumerate(joint.value_nodes) if n is not None}
-        schedule = just_in_time(region, {here[name] for name in saved if name in here})
+        schedule = write_events(region, self._reruns_in(region))
         there = {here[name] for name in saved if name in here}
         lost = [s for s in (*schedule.kept, *_read_from_outside(region, schedule)) if s not in there]
         if lost:
@@ -100,6 +100,22 @@ class RegionProgram:
             return code(chosen)
 
         return run
+
+    def _reruns_in(self, region: Region) -> dict[int, list[int]]:
+        """The planned reruns, before the same backward ops of another form of the region, or the next that is left."""
+        there = {op.name: index for index, op in enumerate(region.ops)}
+        result: dict[int, list[int]] = {}
+        waiting: list[int] = []
+        for event in self.schedule.backward:
+            op = self.region.ops[event.op] if isinstance(event, Run) else None
+            if op is None or op.view or op.name not in there:
+                continue
+            if not op.backward:
+                waiting.append(there[op.name])
+            elif waiting:
+                result[there[op.name]] = waiting
+                waiting = []
+        return result
 
 
 def _read_from_outside(region: Region, schedule: RegionSchedule) -> list[int]:

@@ -152,6 +152,9 @@ def _twice(f: Followed, *, backward: bool) -> Iterator[str]:
             seen = {i: s for i, s in seen.items() if s != step.event.storage}
             continue
         op = f.region.ops[step.event.op]
+        if step.event.reuse >= 0:
+            taken = f.region.values[step.event.reuse].storage
+            seen = {i: s for i, s in seen.items() if s != taken}
         if op.view and step.event.op in seen:
             yield f"view {op_name(f.region, step.event.op)}, which runs twice,"
         elif op.view:
