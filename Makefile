@@ -15,7 +15,7 @@ export MALLOC_TRIM_THRESHOLD_ := 1048576
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "make %-8s %s\n", $$1, $$2 }'
 
-demo: $(READY) ## train a small model plain and under a budget, and show both
+demo: $(READY) ## train ResNet-50 plain and under a memory limit, and show both (3 minutes)
 	$(BIN)/gradstow demo
 
 test: $(READY) ## all tests that run on a CPU
