@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ CASES = {
     "resnet50": Case(
         "torchvision:resnet50",
         8,
-        ((575, 1.07), (466, 1.07), (458, 1.25), (416, 1.10), (316, 1.34)),
+        ((575, 1.07), (514, 1.04), (466, 1.07), (458, 1.25), (416, 1.08), (316, 1.17), (249, 1.34)),
         ("Bottleneck",),
     ),
     "densenet121": Case("torchvision:densenet121", 4, ((255, 1.12), (249, 1.15), (222, 1.37)), ("_DenseLayer",)),
@@ -49,6 +50,12 @@ CASES = {
         ((769, 1.1),),
         ("GPT2Block",),
         "eager",
+    ),
+    "gpt8": Case(
+        str(Path(__file__).with_name("gpt8.py")) + ":make",
+        8,
+        ((142, 1.06), (90, 1.11), (65, 1.17), (58, 1.30), (50, 1.30)),
+        ("Block",),
     ),
     "bert": Case("transformers:bert", 8, (), ("BertLayer",), seq=128),
 }

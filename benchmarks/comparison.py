@@ -24,7 +24,7 @@ from gradstow._verify import Proof, Trainee, median_interval, same_rng, step_pea
 from gradstow.planner import frontier, make_plan
 
 MIB = 1 << 20
-MODELS = ("resnet50", "densenet121", "vit_b_16", "gpt2", "gpt2-eager", "bert")
+MODELS = ("gpt8", "resnet50", "densenet121", "vit_b_16", "gpt2", "gpt2-eager", "bert")
 FIELDS = [
     "model", "batch", "way", "plain_peak_mib", "peak_mib", "ratio", "ratio_low", "ratio_high", "predicted_ratio",
     "rerun_ops", "rounds", *VERSIONS,
@@ -34,6 +34,7 @@ FIELDS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
+    parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / "comparison.csv")
@@ -48,7 +49,7 @@ def compare(name: str, case: Case, arguments: argparse.Namespace) -> None:
     plain_peak = step_peak(proof.plain, arguments.device)
     common = {"model": name, "batch": case.batch, "plain_peak_mib": plain_peak / MIB, **versions(arguments.device)}
     points, _ = frontier(whole.graph, whole.costs, points=24, kind=gs.Plan)
-    for way in WAYS:
+    for way in arguments.ways:
         twin = proof.trainee()
         checkpointed(twin.model, case, way)
         found = measured(proof, twin, arguments)

@@ -21,7 +21,7 @@ from gradstow._verify import Proof, compare, same_rng, step_peak
 from gradstow.planner import frontier
 
 MIB = 1 << 20
-MODELS = ("resnet50", "densenet121", "vit_b_16", "gpt2", "gpt2-eager", "bert")
+MODELS = ("gpt8", "resnet50", "densenet121", "vit_b_16", "gpt2", "gpt2-eager", "bert")
 FIELDS = [
     "model", "batch", "point", "plain_peak_mib", "budget_mib", "predicted_peak_mib", "measured_peak_mib",
     "within_budget", "equal", "added_percent", "bound_percent", "gap_percent", "rerun_ops", "proven_minimum_mib",
