@@ -67,12 +67,21 @@ def test_what_cannot_be_planned_is_refused_by_name_and_trains_as_plain(name: str
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_changes_its_graph_with_every_step_is_equal_and_says_so(name: str, device: str) -> None:
+def test_what_changes_its_graph_with_every_step_is_equal_or_refused(name: str, device: str) -> None:
+    """Up to torch 2.13 the tracer leaves out the whole call, which is refused."""
     case, batch = CASES[name], CASES[name].data(device)
     model = gs.stow(case.model(device), policy="recompute-all")
+    expected = train(case.model(device), case, batch)
     with pytest.warns(UserWarning, match="recorded"):
-        got = train(model, case, batch)
-    assert differences(train(case.model(device), case, batch), got) == []
+        found = trained_or_refused(model, case, batch)
+    assert "no budget can hold" in found if isinstance(found, str) else differences(expected, found) == []
+
+
+def trained_or_refused(model: torch.nn.Module, case: Case, batch: object) -> Seen | str:
+    try:
+        return train(model, case, batch)
+    except gs.errors.CaptureError as error:
+        return str(error)
 
 
 def test_float_inputs_that_need_gradients_get_plains(device: str) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from gradstow._errors import BudgetError, GradstowError, PolicyError, StalePlan
 from gradstow.cli._input import InputError
+from gradstow.cli.bench import bench
 from gradstow.cli.demo import demo
 from gradstow.cli.frontier import frontier
 from gradstow.cli.plan import plan
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command()(plan)
 app.command()(frontier)
 app.command()(verify)
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)
