@@ -12,7 +12,7 @@ from gradstow._errors import CaptureError, GradstowError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
 from gradstow._planning import PolicyLike, Progress, capture_step, plan_step, price
-from gradstow._stow import plain, stow_model, unstow_model
+from gradstow._stow import MAX_PLANS, plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
 from gradstow.capture import Step
@@ -33,6 +33,7 @@ def stow(
     policy: PolicyLike = "auto",
     optimizer: torch.optim.Optimizer | None = None,
     progress: Progress | None = None,
+    max_plans: int = MAX_PLANS,
 ) -> Model:
     """Train ``model`` inside a memory budget, with plain PyTorch's own numbers.
 
@@ -50,6 +51,7 @@ def stow(
             ``{"relu": "recompute", "layer3.*": "store"}``; see ``gs.Policy``.
         optimizer: counts the optimizer's state and its step as well.
         progress: called with (stage, done, total) while planning.
+        max_plans: plans kept for different batch layouts and modes; the least recently used one leaves.
 
     Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
     the backward; where the loss is computed outside of the model, twice the outputs are reserved for it.
@@ -58,7 +60,7 @@ def stow(
         BudgetError, BudgetTooSmall, CaptureError, StalePlan, PolicyError: here or at the first forward; after
             any of them the model runs as plain PyTorch.
     """
-    stow_model(model, budget, plan, policy, optimizer, progress)
+    stow_model(model, budget, plan, policy, optimizer, progress, max_plans)
     return model
 
 

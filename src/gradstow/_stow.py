@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from gradstow.capture import batch_signature, device_of, weights_signature
 from gradstow.execute import inner_error
 from gradstow.planner import Policy
 
+MAX_PLANS = 32
 _PLAIN: ContextVar[bool] = ContextVar("gradstow_plain", default=False)
 
 
@@ -41,9 +43,12 @@ def stow_model(
     policy: str | Mapping[str, str] | Policy,
     optimizer: torch.optim.Optimizer | None,
     progress: Progress | None,
+    max_plans: int = MAX_PLANS,
 ) -> torch.nn.Module:
     """See ``gs.stow``."""
     _check_stowable(model)
+    if isinstance(max_plans, bool) or not isinstance(max_plans, int) or max_plans < 1:
+        raise GradstowError(f"max_plans={max_plans!r} keeps no plan. Give a number of at least 1.")
     policy = str(Policy.of(policy))
     if plan is not None and not isinstance(plan, Plan):
         raise StalePlan(f"plan= takes a gs.Plan, not {type(plan).__name__}. Load a file with gs.Plan.load(path).")
@@ -56,7 +61,7 @@ def stow_model(
         _check_plan(plan, model)
         wanted = parse_budget(plan.budget) if plan.budget else None
         policy = plan.policy
-    model._compiled_call_impl = _Stowed(model, Wishes(wanted, plan, policy, optimizer, progress))
+    model._compiled_call_impl = _Stowed(model, Wishes(wanted, plan, policy, optimizer, progress), max_plans)
     return model
 
 
@@ -128,8 +133,9 @@ class _Stowed:
 
     module: Any
     wishes: Wishes
+    max_plans: int
     last: Run | None = None
-    _runs: dict[Any, Run] = field(default_factory=dict)
+    _runs: OrderedDict[Any, Run] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -164,6 +170,9 @@ class _Stowed:
         with self._lock:
             if key not in self._runs:
                 self._runs[key] = Run(module, self.wishes)
+            self._runs.move_to_end(key)
+            while len(self._runs) > self.max_plans:
+                self._runs.popitem(last=False)
             return self._runs[key]
 
 

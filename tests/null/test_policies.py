@@ -20,6 +20,9 @@ from graphs import (
     diamond,
     dropout,
     elementwise,
+    residual,
+    script,
+    skip,
     step,
     storages_of,
     two_regions_and_loss,
@@ -145,6 +148,47 @@ def test_policies_as_plans(name: str) -> None:
     assert plans["store-all"].predicted_seconds == plans["store-all"].plain_seconds
     assert plans["recompute-all"].rerun_ops >= plans["sqrt"].rerun_ops
     assert {p: plan.policy for p, plan in plans.items()} == {p: p for p in POLICIES}
+
+
+STRATEGIES = {
+    ("chain", "store-all"): ("f1 f2 f3 f4", "b4 -t -f3 b3 -b4.0 -f2 b2 -b3.0 -f1 b1 -b2.0"),
+    ("chain", "recompute-all"): (
+        "f1 f2 -f1 f3 -f2 f4 -f3",
+        "f1 f2 f3 b4 -t -f3 b3 -b4.0 -f2 b2 -b3.0 -f1 b1 -b2.0",
+    ),
+    ("chain", "sqrt"): ("f1 f2 f3 -f2 f4", "b4 -t -f3 f2 b3 -b4.0 -f2 b2 -b3.0 -f1 b1 -b2.0"),
+    ("residual", "store-all"): (
+        "f1 a1 -f1 f2 a2 -f2 f3 a3 -f3",
+        "b3 -a2 s3 -t -b3.0 b2 -a1 s2 -s3 -b2.0 b1 -s2",
+    ),
+    ("residual", "recompute-all"): (
+        "f1 a1 -f1 f2 a2 -a1 -f2 f3 a3 -a2 -f3",
+        "f1 a1 -f1 f2 a2 -f2 b3 -a2 s3 -t -b3.0 b2 -a1 s2 -s3 -b2.0 b1 -s2",
+    ),
+    ("residual", "sqrt"): (
+        "f1 a1 -f1 f2 a2 -f2 f3 a3 -f3",
+        "b3 -a2 s3 -t -b3.0 b2 -a1 s2 -s3 -b2.0 b1 -s2",
+    ),
+    ("skip", "store-all"): ("f1 f2 f3 f4", "b4 -t -f3 b3 -b4.0 -f2 b2 -b3.0 -f1 join -b2.0 -b4.1 b1 -join"),
+    ("skip", "recompute-all"): (
+        "f1 f2 f3 -f2 f4 -f3 -f1",
+        "f1 f2 f3 b4 -t -f3 b3 -b4.0 -f2 b2 -b3.0 -f1 join -b2.0 -b4.1 b1 -join",
+    ),
+    ("skip", "sqrt"): (
+        "f1 f2 f3 -f2 f4 -f3",
+        "f2 f3 b4 -t -f3 b3 -b4.0 -f2 b2 -b3.0 -f1 join -b2.0 -b4.1 b1 -join",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "policy"), STRATEGIES)
+def test_the_events_of_the_classic_strategies(kind: str, policy: str) -> None:
+    graph = {"chain": chain(4), "residual": residual(), "skip": skip()}[kind]
+    plan = make_plan(graph, costs_of(graph), step_budget=None, budget="none", policy=policy)
+    region, schedule = graph.regions[0], plan.schedule.regions[0]
+    forward, backward = STRATEGIES[kind, policy]
+    assert schedule.forward == script(region, forward)
+    assert schedule.backward == script(region, backward)
 
 
 def test_recompute_all_keeps_what_cannot_be_made_again() -> None:

@@ -1,0 +1,55 @@
+"""Run the same training on a plain and on a stowed twin of a model, and compare everything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import gradstow as gs
+from equality import Seen, differences, state
+
+Use = Callable[[torch.nn.Module], Seen]
+POLICIES = ("recompute-all", "80%")
+
+
+def assert_equal_twins(make: Callable[[], torch.nn.Module], use: Use, policy: str = "recompute-all") -> torch.nn.Module:
+    """``use`` sees the same on a plain model and on one stowed by a policy or a budget; returns the stowed one."""
+    torch.manual_seed(0)
+    plain = make().train()
+    stowed = copy.deepcopy(plain)
+    gs.stow(stowed, policy) if policy.endswith("%") else gs.stow(stowed, policy=policy)
+    found = []
+    for model in (plain, stowed):
+        torch.manual_seed(1)
+        found.append(use(model))
+    assert differences(*found) == []
+    return stowed
+
+
+def steps(
+    loss: Callable[[torch.nn.Module, int], torch.Tensor],
+    count: int = 3,
+    before: Callable[[torch.nn.Module, int], Any] = lambda _model, _step: None,
+) -> Use:
+    """Training steps with SGD: ``loss(model, step)`` runs the forward. Looks at everything after each backward."""
+
+    def use(model: torch.nn.Module) -> Seen:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        seen: Seen = []
+        for step in range(count):
+            before(model, step)
+            optimizer.zero_grad(set_to_none=True)
+            value = loss(model, step)
+            value.backward()
+            seen += [(f"loss {step}", value.detach().clone()), *state(model, f"step {step}")]
+            optimizer.step()
+        return seen + [(f"parameter {n} at the end", p.detach().clone()) for n, p in model.named_parameters()]
+
+    return use
+
+
+def data(*shape: int, seed: int = 5) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
