@@ -6,27 +6,40 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import gradstow as gs
 from equality import Seen, differences, state
 
 Use = Callable[[torch.nn.Module], Seen]
-POLICIES = ("recompute-all", "80%")
+POLICIES = ("recompute-all", "tight")
 
 
 def assert_equal_twins(make: Callable[[], torch.nn.Module], use: Use, policy: str = "recompute-all") -> torch.nn.Module:
-    """``use`` sees the same on a plain model and on one stowed by a policy or a budget; returns the stowed one."""
+    """``use`` sees the same on a plain model and on one stowed by a policy; returns the stowed one.
+
+    "tight" is the smallest budget that the planner says it can meet.
+    """
     torch.manual_seed(0)
     plain = make().train()
     stowed = copy.deepcopy(plain)
-    gs.stow(stowed, policy) if policy.endswith("%") else gs.stow(stowed, policy=policy)
+    if policy == "tight":
+        gs.stow(stowed, _smallest(copy.deepcopy(plain), use))
+    else:
+        gs.stow(stowed, policy=policy)
     found = []
     for model in (plain, stowed):
         torch.manual_seed(1)
         found.append(use(model))
     assert differences(*found) == []
     return stowed
+
+
+def _smallest(model: torch.nn.Module, use: Use) -> int:
+    with pytest.raises(gs.errors.BudgetTooSmall) as error:
+        use(gs.stow(model, 1))
+    return error.value.minimum_bytes
 
 
 def steps(

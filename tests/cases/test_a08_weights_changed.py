@@ -22,7 +22,7 @@ def test_a_step_between_two_losses_of_one_forward(stowed: bool) -> None:
     output = net(data(4, 16))
     output.square().mean().backward(retain_graph=True)
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"parameter 2\.weight was changed" if stowed else "inplace operation"):
+    with pytest.raises(RuntimeError, match=r"parameter \d\.weight was changed" if stowed else "inplace operation"):
         output.abs().mean().backward()
 
 

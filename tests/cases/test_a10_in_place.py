@@ -17,7 +17,7 @@ class Sliced(nn.Module):
         self.layer = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.layer(x))
+        h = self.layer(x)
         return h[:].relu_()
 
 
@@ -29,7 +29,7 @@ class Residual(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
         for layer in self.layers:
-            x += torch.tanh(layer(x))
+            x += torch.tanh(layer(x * 2))  # a linear layer of x itself would need x unchanged
         return x
 
 
