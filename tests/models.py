@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
+import gradstow as gs
+
 Tensor = torch.Tensor
 
 
@@ -46,6 +48,16 @@ class Case:
 
     def run(self, model: nn.Module, batch: Any) -> Tensor:
         return self.loss(self.call(model, batch), batch)
+
+
+def measured_step(case: Case, model: nn.Module, batch: Any, device: str) -> int:
+    """Step peak of the second step: the first one plans, and everything is in place."""
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with gs.measure_peak(device) as memory:
+            case.run(model, batch).backward()
+    model.zero_grad(set_to_none=True)
+    return memory.peak_bytes
 
 
 # ------------------------------------------------------------------------------------- batches and losses

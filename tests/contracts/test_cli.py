@@ -247,6 +247,36 @@ def test_plan_and_verify_print_one_json_document(noisy: str, tmp_path: Path) -> 
     assert "USDT" not in proven.stderr
 
 
+def test_frontier_prints_points_and_draws_them(noisy: str, tmp_path: Path) -> None:
+    picture = tmp_path / "frontier.png"
+    done = command("frontier", f"{noisy}:make", "--points", "3", "--out", str(picture), "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["points"][0]["added"] == 0
+    assert document["proven_step_peak_bytes"] <= document["points"][-1]["step_peak_bytes"]
+    assert picture.stat().st_size > 1000
+
+
+def test_bench_strategies_compares_them_and_their_accuracy(noisy: str) -> None:
+    done = command("bench", "strategies", f"{noisy}:make", "--budget", "100%", "--rounds", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    rows = {row["strategy"]: row for row in document["strategies"]}
+    assert set(rows) == {"store-all", "recompute-all", "sqrt", "selective", "planned, 100%"}
+    assert all(row["equal"] and row["accuracy"] == document["plain_accuracy"] > 0.5 for row in rows.values())
+    assert rows["recompute-all"]["saved_bytes"] <= rows["store-all"]["saved_bytes"]
+
+
+def test_a_plan_for_a_device_elsewhere(noisy: str) -> None:
+    done = command("plan", f"{noisy}:make", "--device", "cuda:h100", "--policy", "relu=recompute", "--effort", "quick")
+    assert done.returncode == 0, done.stderr
+    assert "priced for cuda:h100" in done.stdout
+    assert "relu=recompute" in done.stdout
+    unknown = command("plan", f"{noisy}:make", "--device", "cuda:h10")
+    assert unknown.returncode == 1
+    assert "Did you mean cuda:h100" in unknown.stderr
+
+
 def test_a_budget_that_cannot_be_met_is_code_1(noisy: str) -> None:
     done = command("plan", f"{noisy}:make", "--budget", "1%")
     assert done.returncode == 1

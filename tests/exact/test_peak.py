@@ -20,6 +20,7 @@ from models import (
     cross_entropy,
     first_four,
     images,
+    measured_step,
     rows,
     token_loss,
     tokens,
@@ -31,16 +32,6 @@ BIG = {
     "transformer": Case(lambda: Transformer(width=64, layers=1), lambda: tokens(96, 48), token_loss),
     "loop": Case(lambda: Loop(256), rows(256, count=2048), first_four),
 }
-
-
-def measured_step(case: Case, model: object, batch: object, device: str) -> int:
-    """Step peak of the second step: the first one plans, and everything is in place."""
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        with gs.measure_peak(device) as memory:
-            case.run(model, batch).backward()
-    model.zero_grad(set_to_none=True)
-    return memory.peak_bytes
 
 
 @functools.cache

@@ -1,0 +1,72 @@
+"""Time against peak: points are monotone, each plan runs, is equal, and keeps its peak."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import gradstow as gs
+from equality import differences, train
+from gradstow.planner import frontier
+from models import Case, ConvNet, cross_entropy, images, measured_step
+
+WIDE = Case(lambda: ConvNet(width=16), images(count=16, side=48), cross_entropy)
+
+
+def test_points_are_monotone_and_run(device: str, tmp_path: Path) -> None:
+    batch = WIDE.data(device)
+    found = gs.frontier(WIDE.model(device), batch, loss=WIDE.loss, points=6, keep_output=False)
+    rows = found.rows
+    assert len(rows) == 6
+    peaks, seconds, bounds = ([getattr(r, name) for r in rows] for name in ("peak_bytes", "seconds", "bound_added"))
+    assert peaks == sorted(peaks, reverse=True)
+    assert seconds == sorted(seconds)
+    assert bounds == sorted(bounds)
+    assert all(-1e-9 <= r.bound_added <= r.added + 1e-9 for r in rows)
+    assert rows[-1].step_peak_bytes >= found.proven_step_peak_bytes
+    expected = train(WIDE.model(device), WIDE, batch)
+    measured = []
+    for plan in found.plans:
+        model = gs.stow(WIDE.model(device), plan=plan)
+        assert differences(expected, train(model, WIDE, batch)) == []
+        measured.append(measured_step(WIDE, model, batch, device))
+        assert measured[-1] <= plan.predicted_step_peak_bytes
+    assert measured == sorted(measured, reverse=True)
+    assert json.loads(json.dumps(found.to_json()))["points"][0]["added"] == 0
+    assert "no schedule is under" in str(found)
+    assert found.save_picture(tmp_path / "f.svg").stat().st_size > 1000
+
+
+def test_the_certificate(device: str) -> None:
+    plan = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="90%")
+    assert 0 < plan.lower_bound_seconds <= plan.predicted_seconds
+    assert plan.gap == pytest.approx(plan.predicted_seconds / plan.lower_bound_seconds - 1)
+    assert plan.minimum_peak_bound_bytes <= plan.minimum_peak_bytes <= plan.predicted_peak_bytes
+    quick = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="90%", effort="quick")
+    assert quick.predicted_step_peak_bytes <= 0.9 * quick.plain_step_peak_bytes
+    with pytest.raises(gs.errors.PolicyError, match="no effort 'lots'"):
+        gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, effort="lots")
+    with pytest.raises(gs.errors.GradstowError, match="at least two points"):
+        gs.frontier(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, points=1)
+
+
+def test_an_interrupt_gives_the_best_plan_so_far(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradstow.planner._program.Stages.solve", interrupted)
+    plan = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="90%")
+    assert plan.solver["interrupted"] is True
+    assert plan.predicted_step_peak_bytes <= 0.9 * plan.plain_step_peak_bytes
+    model = gs.stow(WIDE.model(device), "90%")  # in the middle of training Ctrl-C stops
+    with pytest.raises(KeyboardInterrupt):
+        WIDE.run(model, WIDE.data(device))
+
+
+def test_an_interrupt_before_there_is_a_plan_stops(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    plan = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss)
+    monkeypatch.setattr("gradstow.planner._search.greedy", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        frontier(plan.graph, plan.costs, points=3)
