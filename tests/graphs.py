@@ -216,43 +216,6 @@ def viewed(size: int = MIB) -> StepGraph:
     return step(s.done((g,), {w: total}))
 
 
-def residual(length: int = 3, size: int = MIB) -> StepGraph:
-    """x → a1 = x + f1(x) → a2 = a1 + f2(a1) → …; gradients add up the same way."""
-    s = Sketch()
-    x = s.resident(size, "x")
-    weights = [s.resident(size, f"w{i + 1}") for i in range(length)]
-    sums = [x]
-    for i, w in enumerate(weights):
-        (f,) = s.op(f"f{i + 1}", (sums[-1], w), (size,))
-        sums += s.op(f"a{i + 1}", (sums[-1], f), (size,))
-    grad = s.tangent(size, "t")
-    gradients: dict[int, int] = {}
-    for i in reversed(range(length)):
-        sizes = (size, size) if i else (size,)
-        *rest, gradients[weights[i]] = s.op(f"b{i + 1}", (grad, sums[i], weights[i]), sizes, backward=True)
-        if rest:
-            (grad,) = s.op(f"s{i + 1}", (grad, rest[0]), (size,), backward=True)
-    return step(s.done(sums[-1:], gradients))
-
-
-def skip(size: int = MIB) -> StepGraph:
-    """x → f1 → f2 → f3 → f4, which reads f1 as well, as the two arms of a U do."""
-    s = Sketch()
-    x = s.resident(size, "x")
-    w1, w2, w3, w4 = (s.resident(size, f"w{i + 1}") for i in range(4))
-    (f1,) = s.op("f1", (x, w1), (4 * size,))
-    (f2,) = s.op("f2", (f1, w2), (size,))
-    (f3,) = s.op("f3", (f2, w3), (size,))
-    (f4,) = s.op("f4", (f3, f1, w4), (size,))
-    t = s.tangent(size, "t")
-    b4, across, g4 = s.op("b4", (t, f3, f1, w4), (size, 4 * size, size), backward=True)
-    b3, g3 = s.op("b3", (b4, f2, w3), (size, size), backward=True)
-    b2, g2 = s.op("b2", (b3, f1, w2), (4 * size, size), backward=True)
-    (join,) = s.op("join", (b2, across), (4 * size,), backward=True)
-    (g1,) = s.op("b1", (join, x, w1), (size,), backward=True)
-    return step(s.done((f4,), {w1: g1, w2: g2, w3: g3, w4: g4}))
-
-
 def diamond(size: int = MIB) -> StepGraph:
     """x → f → (g, h) → sum; both branches read f again in the backward."""
     s = Sketch()
@@ -377,8 +340,6 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "elementwise": elementwise,
     "viewed": viewed,
     "diamond": diamond,
-    "residual": residual,
-    "skip": skip,
     "multi_output": multi_output,
     "batch_norm": batch_norm,
     "dropout": dropout,

@@ -20,15 +20,14 @@ from graphs import (
     diamond,
     dropout,
     elementwise,
-    residual,
     script,
-    skip,
     step,
     storages_of,
     two_regions_and_loss,
     with_region,
     with_storage,
 )
+from shapes import residual, skip
 
 
 def names(graph: StepGraph, numbers: set[int] | list[int]) -> list[str]:
