@@ -37,7 +37,7 @@ def repair(problem: Problem, outcome: Outcome, budget: int, *, work: int) -> Out
     while outcome.peak_bytes > budget and work > 0:
         excess = outcome.excess(budget)
         best: tuple[float, Outcome] | None = None
-        for split in _splits(problem, outcome, budget):
+        for split in _splits(problem, outcome):
             found = evaluate(problem, _insert(outcome.order, split))
             work -= 1
             gain = excess - found.excess(budget)
@@ -96,45 +96,41 @@ def _insert(order: Order, split: _Split) -> Order:
     return [*order[: split.position], *((node, True) for node in split.nodes), *order[split.position :]]
 
 
-def _splits(problem: Problem, outcome: Outcome, budget: int) -> list[_Split]:
+def _splits(problem: Problem, outcome: Outcome) -> list[_Split]:
     """The most promising ways to have less alive at the worst moment, most bytes per second first."""
     worst = outcome.peak_at - outcome.start
-    if worst < 0:
-        return _drops(problem, outcome)
+    candidates = _idle_at(problem, outcome, worst) if worst >= 0 else _kept_by(problem, outcome)
     lives = _Lives(problem, outcome)
-    reading = outcome.order[worst][0]
-    at_worst = {*reading.inputs, *reading.again_inputs, *reading.outputs}
     found: list[tuple[float, _Split]] = []
+    for s in candidates:
+        position = lives.next_use(s, max(worst, -1))
+        nodes = lives.chain(s, position)
+        if nodes:
+            seconds = sum(node.again_seconds for node in nodes)
+            found.append((problem.nbytes[s] / max(seconds, 1e-9), _Split(position, nodes)))
+    found.sort(key=lambda item: -item[0])
+    return [split for _, split in found[:_TRIED]]
+
+
+def _idle_at(problem: Problem, outcome: Outcome, worst: int) -> Iterator[int]:
+    """What is alive at a position of the order though nothing uses it there."""
+    here = outcome.order[worst][0]
+    used = {*here.inputs, *here.again_inputs, *here.outputs}
     for s, first, last in outcome.lives:
-        idle = first < worst < last and s in problem.remaker and s not in at_worst
-        if not idle or problem.remaker[s].region in problem.shared:
-            continue
-        position = lives.next_use(s, worst)
-        nodes = lives.chain(s, position)
-        if nodes:
-            seconds = sum(node.again_seconds for node in nodes)
-            found.append((problem.nbytes[s] / max(seconds, 1e-9), _Split(position, nodes)))
-    found.sort(key=lambda item: -item[0])
-    return [split for _, split in found[:_TRIED]]
+        if first < worst < last and s not in used and _can_move(problem, s):
+            yield s
 
 
-def _drops(problem: Problem, outcome: Outcome) -> list[_Split]:
-    """The worst moment is in the forward: kept storages that are there by then, made again instead."""
+def _kept_by(problem: Problem, outcome: Outcome) -> Iterator[int]:
+    """The worst moment is in the forward: what is kept by then."""
     worst = min(outcome.peak_at, len(problem.forward) - 1)
-    lives = _Lives(problem, outcome)
-    found: list[tuple[float, _Split]] = []
     for s, first, _ in outcome.lives:
-        if first >= 0 or s not in problem.remaker or problem.remaker[s].region in problem.shared:
-            continue
-        if problem.maker[s] > worst:
-            continue
-        position = lives.next_use(s, -1)
-        nodes = lives.chain(s, position)
-        if nodes:
-            seconds = sum(node.again_seconds for node in nodes)
-            found.append((problem.nbytes[s] / max(seconds, 1e-9), _Split(position, nodes)))
-    found.sort(key=lambda item: -item[0])
-    return [split for _, split in found[:_TRIED]]
+        if first < 0 and _can_move(problem, s) and problem.maker[s] <= worst:
+            yield s
+
+
+def _can_move(problem: Problem, s: int) -> bool:
+    return s in problem.remaker and problem.remaker[s].region not in problem.shared
 
 
 class _Lives:
