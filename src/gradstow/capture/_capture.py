@@ -84,10 +84,13 @@ def _rehearse(
         compiled = recorder.compile(fresh_function(call_module))
         rehearsed = _Rehearsed(compiled, twin)
         output = step.call(rehearsed, inputs)
-        outside = outside_ops(output, _resident_keys(twin, (inputs, batch)))
+        names, room = outside_ops(output, _resident_keys(twin, (inputs, batch)))
+        loss = find_loss(output) if step.loss is None and not step.outputs_held else None
+        if loss is not None:  # the loop drops the output, but backward() is called on the loss
+            room += loss.untyped_storage().nbytes()
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
-    seen = Seen(rehearsed.called_with, reserve, outside, breaks())
+    seen = Seen(rehearsed.called_with, reserve, (names, room), breaks())
     return _step_graph(model, step, recorder.log, seen, optimizer)
 
 
