@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import os
@@ -12,6 +13,17 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def parse(doc: str | None, models: Sequence[str], out: str, **numbers: int) -> argparse.ArgumentParser:
+    """What the benchmarks over models take: ``--models``, ``--device``, ``--out``, and options with a number."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=models, choices=models)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS / out)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser
 
 
 def write(path: Path, fields: Sequence[str], row: Mapping[str, Any]) -> None:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import gradstow as gs
 from _cases import CASES, WAYS, Case, build, checkpointed
-from _rows import RESULTS, VERSIONS, versions, write
+from _rows import VERSIONS, parse, versions, write
 from gradstow._stow import stow_model
 from gradstow._verify import Proof, Trainee, median_interval, same_rng, step_peak, time_ratios
 from gradstow.planner import frontier, make_plan
@@ -32,12 +31,8 @@ FIELDS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
+    parser = parse(__doc__, MODELS, "comparison.csv", rounds=5)
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS / "comparison.csv")
     arguments = parser.parse_args()
     for name in arguments.models:
         compare(name, CASES[name], arguments)

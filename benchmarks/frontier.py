@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 import gradstow as gs
 from _cases import CASES, Case, build
-from _rows import RESULTS, VERSIONS, versions, write
+from _rows import VERSIONS, parse, versions, write
 from gradstow._stow import stow_model
 from gradstow._verify import Proof, compare, same_rng, step_peak
 from gradstow.planner import frontier
@@ -30,12 +29,7 @@ FIELDS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
-    parser.add_argument("--points", type=int, default=20)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS / "frontier.csv")
-    arguments = parser.parse_args()
+    arguments = parse(__doc__, MODELS, "frontier.csv", points=20).parse_args()
     for name in arguments.models:
         run(name, CASES[name], arguments)
 

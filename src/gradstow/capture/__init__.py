@@ -20,7 +20,7 @@ from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
-from gradstow.capture._rehearse import compiled_nodes, let_gradients_be_absent, storage_key
+from gradstow.capture._rehearse import compiled_nodes, storage_key
 from gradstow.capture._rerun import OutputRef, rerun_call
 from gradstow.capture._tree import batch_signature, tensors
 
@@ -51,7 +51,6 @@ __all__ = [
     "fresh_function",
     "graph_breaks",
     "is_tangent",
-    "let_gradients_be_absent",
     "normalize",
     "overwriting_call",
     "recorded_graph",

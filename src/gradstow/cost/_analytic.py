@@ -17,7 +17,7 @@ from gradstow.ir import CostTable, OpCost
 
 _ARITHMETIC, _TRANSFER = 0.6, 0.8  # shares of the data sheet's rates that real kernels reach
 _LAUNCH = 5e-6  # seconds that every call takes at least
-_UNKNOWN = OpCost(0.0, 0, "unknown")
+UNKNOWN = OpCost(0.0, 0, "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _price(signature: str, profile: Profile) -> OpCost:
     try:
         full = sizes(signature)
     except Undecodable:
-        return _UNKNOWN
+        return UNKNOWN
     found = roofline(signature, full, _TRANSFER * profile.bandwidth, profile.rate)
     return found if found.how == "unknown" or full.view else replace(found, seconds=found.seconds + _LAUNCH)
 
@@ -84,7 +84,7 @@ def roofline(
     The working memory of such an op is not known and counted as none.
     """
     if full.outputs is None:
-        return _UNKNOWN
+        return UNKNOWN
     if full.view:
         return OpCost(0.0, 0, "extrapolated")
     seconds = full.total_bytes / bytes_per_second
@@ -96,7 +96,7 @@ def roofline(
             floats = [t.dtype for t in tensors_in([call.args, call.kwargs]) if t.is_floating_point()]
             seconds = max(seconds, flops / flops_per_second(floats[0] if floats else torch.float32))
     except Exception:  # no right formula, or a dtype without matmul: bytes alone would be a guess
-        return _UNKNOWN
+        return UNKNOWN
     return OpCost(seconds, 0, "extrapolated")
 
 

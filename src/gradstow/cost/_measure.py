@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from gradstow.cost._analytic import UNKNOWN
 from gradstow.cost._inputs import Sizes, Undecodable, sizes
 from gradstow.cost._machine import Machine, device_name, machine_of, undisturbed
 from gradstow.cost._memory import paused
 from gradstow.cost._shrink import analytic, shrink
 from gradstow.ir import CostTable, OpCost
-
-UNKNOWN = OpCost(0.0, 0, "unknown")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from gradstow.cost._analytic import roofline
 from gradstow.cost._inputs import Sizes, sizes, storage_items
 from gradstow.ir import OpCost
 
-_UNKNOWN = OpCost(0.0, 0, "unknown")
-
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:

@@ -1,7 +1,7 @@
 """What the rooms exchange. Plain data, no torch."""
 
 from gradstow.ir._cost import CostTable, OpCost
-from gradstow.ir._events import Reruns, just_in_time, write_events
+from gradstow.ir._events import just_in_time, write_events
 from gradstow.ir._graph import (
     GraphBreak,
     Op,
@@ -30,7 +30,6 @@ __all__ = [
     "Region",
     "RegionSchedule",
     "Rerun",
-    "Reruns",
     "Resident",
     "Run",
     "Schedule",

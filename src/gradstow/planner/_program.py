@@ -45,7 +45,7 @@ class Stages:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.wanted = self._wanted()
+        self.wanted = _wanted(problem)
         self.fixed_bytes = _fixed_bytes(problem)
 
     def solve(self, budget: int, moments: Set[int], *, gap: float, seconds: float, nodes: int = 10_000_000) -> Solution:
@@ -62,21 +62,25 @@ class Stages:
 
     def closure(self, storages: Set[int]) -> set[int]:
         """The storages, and all that making them again could read."""
-        seen, todo = set(storages), list(storages)
-        while todo:
-            source = self.problem.remaker.get(todo.pop())
-            for u in source.again_inputs if source is not None else ():
-                if u in self.wanted and u not in seen:
-                    seen.add(u)
-                    todo.append(u)
-        return seen
+        return _closure(self.problem, storages, self.wanted)
 
-    def _wanted(self) -> frozenset[int]:
-        """Forward storages that the backward reads, and all that making them again could read."""
-        problem = self.problem
-        ours = {s for s in problem.keepable | problem.boundary if s not in problem.held}
-        self.wanted = frozenset(ours)
-        return frozenset(self.closure({s for node in problem.backward for s in node.inputs if s in ours}))
+
+def _wanted(problem: Problem) -> frozenset[int]:
+    """Forward storages that the backward reads, and all that making them again could read."""
+    ours = {s for s in problem.keepable | problem.boundary if s not in problem.held}
+    read = {s for node in problem.backward for s in node.inputs if s in ours}
+    return frozenset(_closure(problem, read, ours))
+
+
+def _closure(problem: Problem, storages: Set[int], within: Set[int]) -> set[int]:
+    seen, todo = set(storages), list(storages)
+    while todo:
+        source = problem.remaker.get(todo.pop())
+        for u in source.again_inputs if source is not None else ():
+            if u in within and u not in seen:
+                seen.add(u)
+                todo.append(u)
+    return seen
 
 
 @dataclass(slots=True)
