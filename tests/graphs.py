@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gradstow.ir import (
     CostTable,
+    Deliver,
     Event,
     Free,
     Op,
@@ -102,13 +103,20 @@ class Sketch:
             outputs=tuple(outputs),
             tangents=tuple(self.tangents),
             gradients=tuple(gradients.get(v, -1) for v in self.inputs),
-            **{"tangent_mask": (True,) * len(self.tangents), "accumulated": accumulated, **fields},
+            **{
+                "tangent_mask": (True,) * len(self.tangents),
+                "accumulated": accumulated,
+                "added": (False,) * len(accumulated),
+                **fields,
+            },
         )
 
 
 def step(*regions: Region, **fields: Any) -> StepGraph:
     """A legal StepGraph; the caller holds no outputs unless told otherwise."""
     fields.setdefault("outputs_held", any(r.held for r in regions))
+    if fields.pop("grads_exist", False):
+        regions = tuple(replace(r, added=r.accumulated) for r in regions)
     graph = StepGraph(regions, fields.pop("resident", Resident()), **fields)
     check_graph(graph)
     return graph
@@ -128,7 +136,8 @@ def costs_of(
 
 
 def script(region: Region, text: str) -> tuple[Event, ...]:
-    """Events by name: ``f`` runs op f, ``relu<f`` lets it take over value f, ``-f`` frees value f's storage."""
+    """Events by name: ``f`` runs op f, ``relu<f`` lets it take over value f, ``-f`` frees value f's storage,
+    ``^w,v`` delivers the gradients of the inputs w and v."""
     ops = {op.name: i for i, op in enumerate(region.ops)}
     values = {v.name: i for i, v in enumerate(region.values)}
     events: list[Event] = []
@@ -136,6 +145,8 @@ def script(region: Region, text: str) -> tuple[Event, ...]:
         name, _, taken = word.partition("<")
         if word.startswith("-"):
             events.append(Free(region.values[values[word[1:]]].storage))
+        elif word.startswith("^"):
+            events.append(Deliver(tuple(region.inputs.index(values[name]) for name in word[1:].split(","))))
         else:
             events.append(Run(ops[name], values[taken] if taken else -1))
     return tuple(events)

@@ -20,9 +20,11 @@ from gradstow.capture import (
     Step,
     batch_signature,
     device_of,
+    existing_gradients,
     first_line,
     graph_breaks,
     recorded_graph,
+    resident_bytes,
     see,
     storage_key,
 )
@@ -51,7 +53,7 @@ class Run:
     def __init__(self, module: torch.nn.Module, wishes: Wishes) -> None:
         self.wishes = wishes
         self._names = _Names(module)
-        self._executors: dict[bool, Executor] = {}  # by whether gradients exist already
+        self._executors: dict[frozenset[int], Executor] = {}  # by which gradients exist already
         self._recording: _Recording | None = None
         self._lock = threading.RLock()
         self.last: Plan | None = None
@@ -87,7 +89,7 @@ class Run:
     def _executor(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Executor | None, bool]:
         """What runs this step, and whether it is new; None where the step has to be recorded."""
         with self._lock:
-            gradients = any(p.grad is not None for p in module.parameters())
+            gradients = existing_gradients(module)
             known = self._executors.get(gradients)
             if known is not None and not _planned(known).outdated:
                 return known, False
@@ -105,7 +107,7 @@ class Run:
     def _plan(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Plan, bool]:
         """A plan for this call, and whether nothing else may run."""
         wishes = self.wishes
-        if wishes.plan is not None and wishes.plan.graph.batch == batch_signature((args, kwargs)):
+        if wishes.plan is not None and _serves(wishes.plan, module, args, kwargs):
             self.last = wishes.plan
             return wishes.plan, True
         step = Step(_call, (args, kwargs), optimizer=wishes.optimizer)
@@ -183,6 +185,14 @@ def _nothing_captured(module: torch.nn.Module, reasons: str) -> CaptureError:
         f"no part of {type(module).__name__} could be captured, so no budget can hold: {reasons}. It trains as plain "
         "PyTorch; stow other parts of the model."
     )
+
+
+def _serves(plan: Plan, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a plan that was handed in is for this batch, and for as many gradients as exist."""
+    if plan.graph.batch != batch_signature((args, kwargs)):
+        return False
+    there = resident_bytes(module, (), plan.graph.device).gradients
+    return not plan.budget or plan.graph.resident.gradients == there
 
 
 def _planned(executor: Executor) -> Planned:

@@ -97,17 +97,31 @@ class Verification:
 
 @dataclass
 class Trainee:
-    """One copy of the model with its optimizer and a way to run a step."""
+    """One copy of the model with its optimizer and a way to run a step.
+
+    ``micro_batches``: how often the gradients of a step are added up, each time of the whole batch.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     call: Call
     loss: Loss | None
     batch: Any
+    micro_batches: int = 1
 
     def step(self) -> torch.Tensor:
-        """zero_grad, forward, loss, backward; the output is dropped before the backward."""
+        """The whole step: zero_grad, and all its micro-batches."""
+        self.begin()
+        return self.finish()
+
+    def begin(self) -> None:
+        """zero_grad, and all micro-batches but the last."""
         self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(self.micro_batches - 1):
+            self.finish()
+
+    def finish(self) -> torch.Tensor:
+        """One micro-batch: forward, loss, backward; the output is dropped before the backward."""
         loss = self._loss()
         loss.backward()
         return loss.detach()
@@ -153,11 +167,12 @@ class Proof:
         optimizer: torch.optim.Optimizer | None,
         steps: int = 3,
         progress: Progress | None = None,
+        micro_batches: int = 1,
     ) -> None:
         if steps < 1:
             raise GradstowError(f"verify needs at least one step, not steps={steps}.")
         self.model, self.batch, self.call, self.loss, self.optimizer = model, batch, call, loss, optimizer
-        self.steps = steps
+        self.steps, self.micro_batches = steps, micro_batches
         self.say = progress or (lambda _stage, _done, _total: None)
         with same_rng():
             self.plain = self.trainee()
@@ -172,7 +187,7 @@ class Proof:
         if optimizer is None:
             trainable = [p for p in twin.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
-        return Trainee(twin, optimizer, self.call, self.loss, self.batch)
+        return Trainee(twin, optimizer, self.call, self.loss, self.batch, self.micro_batches)
 
     def check(self, plan: Plan, rounds: int = 5, inspect: Callable[[Trainee], None] | None = None) -> Verification:
         """Run the plan for the same steps, compare, measure both peaks and the time ratio.
@@ -262,9 +277,10 @@ def _rng_digest() -> str:
 
 
 def step_peak(trainee: Trainee, device: str) -> int:
-    trainee.optimizer.zero_grad(set_to_none=True)
+    """Of the step's last micro-batch."""
+    trainee.begin()
     with measure_peak(device) as memory:
-        trainee.step()
+        trainee.finish()
     trainee.optimizer.zero_grad(set_to_none=True)
     return memory.peak_bytes
 
@@ -280,9 +296,11 @@ def time_ratios(plain: Trainee, planned: Trainee, rounds: int, progress: Callabl
 
 
 def _seconds(trainee: Trainee) -> float:
+    """Of the step's last micro-batch."""
+    trainee.begin()
     _wait()
     start = time.perf_counter()
-    trainee.step()
+    trainee.finish()
     _wait()
     return time.perf_counter() - start
 

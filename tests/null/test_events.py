@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from gradstow.ir import Free, RegionSchedule, Run, StepGraph, just_in_time, write_events
+from gradstow.ir import Deliver, Event, Free, RegionSchedule, Run, StepGraph, just_in_time, write_events
 from graphs import (
     HAND_MADE,
+    MIB,
+    Sketch,
     batch_norm,
     chain,
     diamond,
@@ -42,7 +44,21 @@ class Case:
         return RegionSchedule(kept, script(region, self.forward), script(region, self.backward))
 
 
+def small_beside_large() -> StepGraph:
+    """x → f(w, v) → g(u): the gradient of v is a crumb beside that of w, and u's is made first."""
+    s = Sketch()
+    x, w, v, u = s.resident(MIB, "x"), s.resident(MIB, "w"), s.resident(100, "v"), s.resident(100, "u")
+    (f,) = s.op("f", (x, w, v), (MIB,))
+    (g,) = s.op("g", (f, u), (MIB,))
+    t = s.tangent(MIB, "t")
+    bg, gu = s.op("bg", (t, f, u), (MIB, 100), backward=True)
+    (gv,) = s.op("bv", (bg,), (100,), backward=True)
+    (gw,) = s.op("bw", (bg, x), (MIB,), backward=True)
+    return step(s.done((g,), {w: gw, v: gv, u: gu}), grads_exist=True)
+
+
 LOSS = two_regions_and_loss()
+ADDED = step(*chain().regions, grads_exist=True)
 CASES = {
     "chain, nothing kept": Case(
         chain(), (), (), "f1 f2 -f1 f3 -f2", "f1 f2 b3 -f2 -t b2 -f1 -b3.0 b1 -b2.0"
@@ -108,6 +124,12 @@ CASES = {
         "f bernoulli mul<f g -mul",
         "f mul<f bg -t -mul bmul<bg.0 -bernoulli bf -bmul add<bg.1 -bf",
     ),
+    "gradients that are added to others leave as they are made": Case(
+        ADDED, ("f1", "f2"), ("f1", "f2"), "f1 f2 f3", "b3 ^w3 -b3.1 -t -f2 b2 ^w2 -b2.1 -b3.0 -f1 b1 ^w1 -b1 -b2.0"
+    ),
+    "small gradients wait for a large one": Case(
+        small_beside_large(), ("f",), ("f",), "f g", "bg -t -f bv bw ^u,v,w -bg.1 -bv -bw -bg.0"
+    ),
     "a region's output stays for the next one": Case(LOSS, (), (), "f g -f", "f bg -t -f bf -bg"),
     "a boundary that the backward reads is kept though nobody asked": Case(
         LOSS, ("h",), ("g", "h"), "h k", "bk -t -h bh -bk -g", region=1
@@ -125,10 +147,10 @@ def same(got: RegionSchedule, expected: RegionSchedule) -> bool:
     )
 
 
-def _grouped(events: tuple[Run | Free, ...]) -> list[tuple[Run | None, set[int]]]:
-    groups: list[tuple[Run | None, set[int]]] = [(None, set())]
+def _grouped(events: tuple[Event, ...]) -> list[tuple[Event | None, set[int]]]:
+    groups: list[tuple[Event | None, set[int]]] = [(None, set())]
     for event in events:
-        if isinstance(event, Run):
+        if not isinstance(event, Free):
             groups.append((event, set()))
         else:
             assert event.storage not in groups[-1][1]
@@ -165,6 +187,19 @@ def test_a_tuple_to_the_last_event() -> None:
         forward=(Run(0), Run(1), Run(2), Free(f2)),
         backward=(Run(1), Run(3), Free(t), Free(f2), Run(4), Free(b3), Free(f1), Run(5), Free(b2)),
     )
+
+
+def test_plain_pytorch_hands_every_gradient_over_at_once() -> None:
+    region = small_beside_large().regions[0]
+    plan = write_events(region, {}, plain=True)
+    assert [e.gradients for e in plan.backward if isinstance(e, Deliver)] == [(3,), (2,), (1,)]
+
+
+def test_gradients_stay_where_the_inputs_cannot_pass_through() -> None:
+    region = replace(ADDED.regions[0], streams=False)
+    assert not [e for e in write_events(region, {}).backward if isinstance(e, Deliver)]
+    mixed = replace(ADDED.regions[0], added=(False, True, False, True))
+    assert [e.gradients for e in write_events(mixed, {}).backward if isinstance(e, Deliver)] == [(3,), (1,)]
 
 
 def test_without_reuse_nothing_is_written_over() -> None:

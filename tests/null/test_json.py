@@ -47,7 +47,6 @@ def test_every_field_of_a_graph() -> None:
         device="cuda",
         reserve_bytes=6,
         optimizer_peak_bytes=7,
-        grads_exist=True,
         batch="(8, 3)float32",
         model="ResNet",
         breaks=(GraphBreak("print", "model.py:3"),),

@@ -148,7 +148,7 @@ def test_the_reserve_is_a_moment_between_the_parts() -> None:
     assert (timeline.moments[2].op, timeline.moments[2].seconds) == (-1, 0.0)
 
 
-def test_gradients_that_are_added_to_grad_live_until_their_region_is_over() -> None:
+def test_gradients_that_are_added_to_grad_are_given_up_once_delivered() -> None:
     fresh, added = (step(*chain(2).regions, grads_exist=flag) for flag in (False, True))
     assert replay(fresh, plan(fresh), costs_of(fresh)).end_bytes == 2 * MIB
     assert replay(added, plan(added), costs_of(added)).end_bytes == 0

@@ -83,6 +83,7 @@ def twice_from(origin: tuple[int, int]) -> StepGraph:
         inputs=(*region.inputs, len(region.values)),
         gradients=(*region.gradients, -1),
         accumulated=(*region.accumulated, False),
+        added=(*region.added, False),
     )
 
 
@@ -123,6 +124,7 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
     ],
     "lengths": [
         lambda: with_region(chain(), 0, accumulated=(True,)),
+        lambda: with_region(chain(), 0, added=()),
         lambda: with_region(chain(), 0, gradients=()),
         lambda: with_region(chain(), 0, tangent_mask=(True, True)),
     ],
@@ -191,6 +193,7 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
         lambda: with_region(chain(), 0, outputs=(value(chain(), "b2.0"),)),
         lambda: with_region(chain(), 0, gradients=(value(chain(), "f1"), -1, -1, -1)),
         lambda: with_region(two_regions_and_loss(), 1, accumulated=(True, True)),
+        lambda: with_region(chain(), 0, added=(True,) * 4),
     ],
     "twins": [unlike_twins],
 }

@@ -76,6 +76,11 @@ def scoped() -> StepGraph:
     return with_region(elementwise(), 0, ops=ops, managed=False)
 
 
+def added() -> StepGraph:
+    """chain(2) where every weight has its gradient already."""
+    return step(*chain(2).regions, grads_exist=True)
+
+
 BN_KEPT = ("bn.1", "bn.2")
 BROKEN: dict[str, list[Case]] = {
     "forward-order": [
@@ -143,12 +148,20 @@ BROKEN: dict[str, list[Case]] = {
         Case(chain(), kept=["f1", "f2", "b1"]),
     ],
     "outputs": [Case(chain(), "f1 f2 f3 -f3", kept=["f1", "f2"])],
+    "deliveries": [
+        Case(chain(2), backward="b2 ^w2 b1", kept=["f1"]),
+        Case(added(), backward="^w2 b2 b1", kept=["f1"]),
+        Case(added(), backward="b2 ^w2 ^w2 b1", kept=["f1"]),
+        Case(added(), backward="b2 -b2.1 ^w2 b1", kept=["f1"]),
+    ],
     "gradients": [
         Case(chain(), backward="b3 -b3.1 b2 b1", kept=["f1", "f2"]),
         Case(elementwise(), backward="bg brelu bf -bf", kept=["relu"]),
     ],
 }
 LEGAL = [
+    Case(added(), "f1 f2", "b2 ^w2 -b2.1 b1 ^w1 -b1", kept=["f1"]),
+    Case(added(), "f1 f2", "b2 b1 ^w1,w2", kept=["f1"]),
     Case(chain(), "f1 f2 f3", "b3 b2 b1", kept=["f1", "f2"]),
     Case(chain(), "f1 f2 -f1 f3", "f1 b3 -f2 b2 b1", kept=["f2"]),
     Case(chain(), "f1 f2 -f1 f3 -f2", "f1 f2 -f1 b3 -f2 f1 b2 -f1 b1"),

@@ -1,6 +1,14 @@
 """torch → StepGraph. With ``execute`` the only room that may use private torch APIs."""
 
-from gradstow.capture._backend import aot, aten_names, boxed, call_module, compile_settings, fresh_function
+from gradstow.capture._backend import (
+    aot,
+    aten_names,
+    boxed,
+    call_module,
+    changed_inputs,
+    compile_settings,
+    fresh_function,
+)
 from gradstow.capture._capture import (
     RehearsalFailed,
     Seen,
@@ -8,6 +16,7 @@ from gradstow.capture._capture import (
     capture,
     check_loss,
     device_of,
+    existing_gradients,
     find_loss,
     first_line,
     graph_breaks,
@@ -40,11 +49,13 @@ __all__ = [
     "build_region",
     "call_module",
     "capture",
+    "changed_inputs",
     "check_loss",
     "compile_settings",
     "compiled_nodes",
     "copy_graph",
     "device_of",
+    "existing_gradients",
     "find_loss",
     "fingerprint",
     "first_line",

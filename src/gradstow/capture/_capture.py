@@ -146,18 +146,18 @@ def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, op
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
     last = max(i for i, r in enumerate(order) if r.compiled.managed)
+    existing = existing_gradients(model)
     joints = [
         # the loss itself is always held: backward() is called on it
-        _describe(i, r, device, held=i > last or (i == last and step.outputs_held))
+        _describe(i, r, device, existing, held=i > last or (i == last and step.outputs_held))
         for i, r in enumerate(order)
     ]
     return StepGraph(
-        regions=_with_origins([j.region for j in joints], order),
+        regions=_alike(_with_origins([j.region for j in joints], order)),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
         device=device,
         reserve_bytes=seen.reserve_bytes,
         optimizer_peak_bytes=optimizer[1],
-        grads_exist=any(p.grad is not None for p in model.parameters()),
         outputs_held=step.outputs_held,
         batch=seen.batch,
         model=type(model).__qualname__,
@@ -273,20 +273,35 @@ def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str, *, make_gradi
     return sum(seen.values()), memory.peak_bytes
 
 
-def _describe(index: int, record: RegionRecord, device: str, *, held: bool) -> JointGraph:
+def existing_gradients(model: torch.nn.Module) -> frozenset[int]:
+    """Positions, among the trainable parameters, of those that have a ``.grad``."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return frozenset(i for i, p in enumerate(trained) if p.grad is not None)
+
+
+def _alike(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Regions that run one graph hand their gradients over at the same places, or none of them does."""
+    ways: dict[str, set[tuple[bool, ...]]] = {}
+    for region in regions:
+        ways.setdefault(region.fingerprint, set()).add(region.added)
+    return tuple(replace(r, streams=r.streams and len(ways[r.fingerprint]) == 1) for r in regions)
+
+
+def _describe(index: int, record: RegionRecord, device: str, existing: frozenset[int], *, held: bool) -> JointGraph:
     graph = record.compiled
     mask = record.mask if record.ran_backward else None
     module = normalize(graph.joint, mask)
     return build_region(
         module,
         graph.num_forward_outputs,
-        record.roles,
+        [replace(role, added=role.parameter in existing) for role in record.roles],
         name=f"region {index}" if graph.managed else "loss",
         mask=record.mask,
         print_=fingerprint(graph.joint, graph.num_forward_outputs),
         held=held,
         managed=graph.managed,
         device=device,
+        changed=graph.changed,
     )
 
 

@@ -45,11 +45,17 @@ class JointGraph:
 
 @dataclass(frozen=True, slots=True)
 class InputRole:
-    """Where a graph input comes from: resident (parameter, buffer, batch) or an earlier region's storage."""
+    """Where a graph input comes from: resident (parameter, buffer, batch) or an earlier region's storage.
+
+    ``accumulates``: its gradient ends in a ``.grad``; ``added``: in one that exists already. ``parameter``: its
+    position among the model's trainable parameters, or -1.
+    """
 
     resident: bool = True
     origin: tuple[int, int] | None = None
     accumulates: bool = False
+    added: bool = False
+    parameter: int = -1
 
 
 def fingerprint(joint: fx.GraphModule, num_forward_outputs: int) -> str:
@@ -75,11 +81,25 @@ def build_region(
     held: bool = False,
     managed: bool = True,
     device: str = "cpu",
+    changed: Sequence[int] = (),
 ) -> JointGraph:
-    """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from."""
+    """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from.
+
+    ``changed``: inputs that the forward changes in place.
+    """
     built = _Builder(module, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
-    ops = built.region.ops if managed else _scoped(built.region.ops, built.op_nodes)
-    return replace(built, region=replace(built.region, ops=ops, held=held, managed=managed))
+    region = built.region
+    ops = region.ops if managed else _scoped(region.ops, built.op_nodes)
+    streams = _can_stream(region, changed)
+    return replace(built, region=replace(region, ops=ops, held=held, managed=managed, streams=streams))
+
+
+def _can_stream(region: Region, changed: Sequence[int]) -> bool:
+    """Whether the inputs that get a gradient can pass through other autograd nodes on their way in: none is changed
+    in place or handed out again, where its gradient would mix with what comes from elsewhere."""
+    outputs = {region.values[v].storage for v in region.outputs if v >= 0}
+    passing = [i for i, v in enumerate(region.gradients) if v >= 0]
+    return not any(i in changed or region.values[region.inputs[i]].storage in outputs for i in passing)
 
 
 def _pin_readers_of_changed(ops: tuple[Op, ...], values: Sequence[Value]) -> tuple[Op, ...]:
@@ -143,6 +163,7 @@ class _Builder:
             tangent_mask=mask,
             gradients=tuple(self._id(n) for n in self.gradients),
             accumulated=tuple(role.accumulates for role in self.roles),
+            added=tuple(role.accumulates and role.added for role in self.roles),
             fingerprint=print_,
         )
         return JointGraph(self.module, region, tuple(ordered), tuple(self.value_nodes))

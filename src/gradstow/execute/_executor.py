@@ -13,8 +13,10 @@ from torch import fx
 from gradstow._errors import CaptureError
 from gradstow.capture import aot, call_module, compile_settings, compiled_nodes, copy_graph, fresh_function
 from gradstow.execute._eager import generate
+from gradstow.execute._lower import deliver
 from gradstow.execute._program import RegionProgram
 from gradstow.execute._sources import Source
+from gradstow.execute._stream import Handover
 
 _CHANGED = (
     "{name} was changed in place between the forward and the backward that needs it (version {now}, "
@@ -82,22 +84,25 @@ class Executor:
 
         def call(*args: Any) -> Any:
             self._begun = True
-            watched = self._watch(programs[-1], args) if programs else []
-            outputs = compiled(*args)
-            if programs:
-                self.ran += 1
-                self._guard(watched, outputs)
+            if not programs:
+                return compiled(*args)
+            program = programs[-1]
+            watched = self._watch(program, args)
+            handover = Handover(program.groups) if program.groups and torch.is_grad_enabled() else None
+            outputs = compiled(*(args if handover is None else handover.attach(args)))
+            self.ran += 1
+            self._guard(program, watched, handover, outputs)
             return outputs
 
         return call
 
-    def _guard(self, watched: list[_Watched], outputs: Any) -> None:
+    def _guard(self, program: RegionProgram, watched: list[_Watched], handover: Handover | None, outputs: Any) -> None:
         """Let absent gradients be None, refuse double backward and changed tensors by name."""
         for node in compiled_nodes(outputs):
             if "gradstow_guarded" not in node.metadata:
                 node.metadata["gradstow_guarded"] = True
                 node.set_materialize_grads(False)
-                node.register_prehook(_Prehook(watched, self._name_of, self.device))
+                node.register_prehook(_Prehook(program, watched, handover, self._name_of, self.device))
 
     def _watch(self, program: RegionProgram, args: tuple[Any, ...]) -> list[_Watched]:
         return [
@@ -110,8 +115,16 @@ class Executor:
 class _Prehook:
     """Runs before a region's backward."""
 
-    def __init__(self, watched: list[_Watched], name_of: Callable[[torch.Tensor], str], device: str) -> None:
-        self.watched, self.name_of, self.device = watched, name_of, device
+    def __init__(
+        self,
+        program: RegionProgram,
+        watched: list[_Watched],
+        handover: Handover | None,
+        name_of: Callable[[torch.Tensor], str],
+        device: str,
+    ) -> None:
+        self.program, self.watched, self.handover, self.name_of = program, watched, handover, name_of
+        self.device = device
 
     def __call__(self, _gradients: Any) -> None:
         if torch.is_grad_enabled():
@@ -123,6 +136,9 @@ class _Prehook:
             if tensor is not None and tensor._version != item.version:
                 name = self.name_of(tensor)
                 raise RuntimeError(_CHANGED.format(name=name, now=tensor._version, then=item.version))
+        if self.handover is not None:
+            self.handover.whole()
+        self.program.current.handover = self.handover
 
 
 def _for_aot(program: RegionProgram) -> fx.GraphModule:
@@ -139,6 +155,8 @@ def _for_aot(program: RegionProgram) -> fx.GraphModule:
         if node.name in old:
             known[old[node.name]] = new
     output = graph.output(graph.graph_copy(lowered.graph, known))
+    for node in [n for n in graph.nodes if n.target is deliver]:
+        graph.erase_node(node)
     output.meta = dict(lowered.graph.output_node().meta)
     return fx.GraphModule(lowered, graph)
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from gradstow._errors import CaptureError
 from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
-from gradstow.ir import Region, RegionSchedule, Run, StorageKind, write_events
+from gradstow.execute._stream import Current
+from gradstow.ir import Deliver, Region, RegionSchedule, Run, StorageKind, write_events
 
 Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 
@@ -20,7 +22,8 @@ Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 class RegionProgram:
     """Compiled code of one region.
 
-    ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``.
+    ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``. Where the schedule
+    delivers gradients, ``groups`` has their positions in the order in which they leave, the rest last.
     """
 
     raw: fx.GraphModule
@@ -40,6 +43,9 @@ class RegionProgram:
         self.lowered = lower(joint, self.schedule)
         self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
         self._backwards[self.planned] = self.generate(self.lowered.backward, self.lowered.backward_victims)
+        self.groups = _groups(self.region, self.schedule)
+        self.current = Current()
+        self._stand_ins: dict[int, torch.Tensor] = {}
         self.unplanned_runs = 0
         inputs = [n.name for n in self.raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         self.saved_inputs = [i for i, name in enumerate(inputs) if name in self.lowered.saved]
@@ -58,7 +64,21 @@ class RegionProgram:
             self.unplanned_runs += 1
         saved += [t for t in tangents if t is not None]
         del tangents
-        return self._backwards[mask](saved)
+        result = self._backwards[mask](saved)
+        if mask != self.planned or not self.groups:
+            return result
+        handover = self.current.handover
+        assert handover is not None, "its forward made one"
+        return handover.begin(result, self._stand_in, len(self.region.gradients))
+
+    def _stand_in(self, position: int) -> torch.Tensor:
+        """What the region's node returns for a gradient that comes later: zeros that take no memory."""
+        if position not in self._stand_ins:
+            places = [n for n in self.raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+            val = places[position].meta["val"]
+            zero = torch.zeros((), dtype=val.dtype, device=val.device)
+            self._stand_ins[position] = zero.expand(val.shape)
+        return self._stand_ins[position]
 
     def _joint(self, mask: Sequence[bool]) -> JointGraph:
         module = normalize(self.raw, mask)
@@ -116,6 +136,13 @@ class RegionProgram:
                 result[there[op.name]] = waiting
                 waiting = []
         return result
+
+
+def _groups(region: Region, schedule: RegionSchedule) -> list[tuple[int, ...]]:
+    early = [event.gradients for event in schedule.backward if isinstance(event, Deliver)]
+    left = {p for positions in early for p in positions}
+    rest = tuple(p for p, v in enumerate(region.gradients) if v >= 0 and p not in left)
+    return [*early, rest] if early else []
 
 
 def _read_from_outside(region: Region, schedule: RegionSchedule) -> list[int]:

@@ -10,7 +10,17 @@ import torch
 from torch import fx
 
 from gradstow._errors import StalePlan
-from gradstow.capture import CompiledGraph, InputRole, StepLog, boxed, build_region, fingerprint, is_tangent, normalize
+from gradstow.capture import (
+    CompiledGraph,
+    InputRole,
+    StepLog,
+    boxed,
+    build_region,
+    changed_inputs,
+    fingerprint,
+    is_tangent,
+    normalize,
+)
 from gradstow.execute._program import RegionProgram
 from gradstow.ir import PlanData, Region, RegionSchedule, just_in_time
 
@@ -99,7 +109,9 @@ class Recorded:
         return boxed(run)
 
     def _graph(self, program: RegionProgram) -> CompiledGraph:
-        return self._graphs.setdefault(id(program), CompiledGraph(program.raw, program.num_forward_outputs))
+        return self._graphs.setdefault(
+            id(program), CompiledGraph(program.raw, program.num_forward_outputs, changed=changed_inputs())
+        )
 
 
 def store_all(raw: fx.GraphModule, num_outputs: int, device: str) -> tuple[Region, RegionSchedule]:

@@ -103,7 +103,10 @@ class Region:
         tangents: value ids of the output gradients that really arrive.
         tangent_mask: for each gradient that could arrive, whether it does in this step.
         gradients: value ids that the backward hands out; -1 for None.
-        accumulated: for each gradient, whether it ends in a ``.grad`` and so lives to the end of the step.
+        accumulated: for each gradient, whether it ends in a ``.grad``, and so lives to the end of the step where it is
+            the first one there.
+        added: for each gradient, whether that ``.grad`` exists already: then it is added to it, and given up.
+        streams: whether gradients can be handed over while the backward still runs (see ``deliveries``).
         held: whether the caller still holds the outputs while the backward runs, so that keeping them is free.
         managed: False for code that runs as plain PyTorch (a loss outside the model).
         fingerprint: structural hash of the captured graph; what runs must have the same.
@@ -119,6 +122,8 @@ class Region:
     tangent_mask: tuple[bool, ...]
     gradients: tuple[int, ...]
     accumulated: tuple[bool, ...]
+    added: tuple[bool, ...]
+    streams: bool = True
     held: bool = False
     managed: bool = True
     fingerprint: str = ""
@@ -160,7 +165,6 @@ class StepGraph:
         resident: what is alive when the step starts.
         reserve_bytes: room for a loss that was not captured, held between forward and backward.
         optimizer_peak_bytes: working memory of the optimizer's step, above its state and the gradients.
-        grads_exist: whether ``.grad`` is already there, so that gradients are added to it.
         outputs_held: whether the user's loop still holds the model's output while the backward runs.
         device: "cpu" or "cuda".
         batch: signature of the batch, for the plan's key.
@@ -176,7 +180,6 @@ class StepGraph:
     device: str = "cpu"
     reserve_bytes: int = 0
     optimizer_peak_bytes: int = 0
-    grads_exist: bool = False
     outputs_held: bool = True
     batch: str = ""
     model: str = ""
@@ -202,7 +205,6 @@ class StepGraph:
             device=data["device"],
             reserve_bytes=data["reserve_bytes"],
             optimizer_peak_bytes=data["optimizer_peak_bytes"],
-            grads_exist=data["grads_exist"],
             outputs_held=data["outputs_held"],
             batch=data["batch"],
             model=data["model"],

@@ -53,8 +53,9 @@ def _ids(graph: StepGraph, r: int) -> Iterator[str]:
 
 def _lengths(graph: StepGraph, r: int) -> Iterator[str]:
     region = graph.regions[r]
-    if not len(region.inputs) == len(region.gradients) == len(region.accumulated):
-        sizes = f"{len(region.inputs)} inputs, {len(region.gradients)} gradients, {len(region.accumulated)} flags"
+    flags = (len(region.accumulated), len(region.added))
+    if not len(region.inputs) == len(region.gradients) == flags[0] == flags[1]:
+        sizes = f"{len(region.inputs)} inputs, {len(region.gradients)} gradients, {flags[0]} and {flags[1]} flags"
         yield sizes
     if region.tangent_mask and sum(region.tangent_mask) != len(region.tangents):
         yield f"{len(region.tangents)} tangents, {sum(region.tangent_mask)} of them in the mask"
@@ -216,11 +217,12 @@ def _results(graph: StepGraph, r: int) -> Iterator[str]:
     for v in region.outputs:
         if v >= 0 and v not in forward:
             yield f"output {value_name(region, v)}"
-    for v, accumulated, given in zip(region.gradients, region.accumulated, region.inputs, strict=True):
+    gradients = zip(region.gradients, region.accumulated, region.added, region.inputs, strict=True)
+    for v, accumulated, added, given in gradients:
         kind = region.storages[region.values[v].storage].kind
         own = v in backward and kind in (StorageKind.GRADIENT, StorageKind.TANGENT)
         target = region.storages[region.values[given].storage].kind
-        if (v >= 0 and not own) or (accumulated and target is not StorageKind.RESIDENT):
+        if (v >= 0 and not own) or (accumulated and target is not StorageKind.RESIDENT) or added > accumulated:
             yield f"gradient {v} of {value_name(region, given)}"
 
 

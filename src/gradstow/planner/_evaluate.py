@@ -110,6 +110,8 @@ def _lives(
     for position in range(len(order) - 1, -1, -1):
         node, again = order[position]
         end = position if again else ends[position]
+        for s in () if again else node.delivers:
+            opened.setdefault(s, end)
         for s in node.again_outputs if again else node.outputs:
             if again and s in fixed:
                 beside[position] = beside[position] | {s}
@@ -155,7 +157,7 @@ def _backward(
 ) -> None:
     nbytes, held, stay = problem.nbytes, problem.held, problem.passing | problem.accumulated
     tangents = {s for storages in problem.tangents.values() for s in storages}
-    untouchable = kept | held | tangents
+    untouchable = kept | held | tangents | problem.delivered
     seen: set[int] = set()
     ends = {node.region: index for index, (node, _) in enumerate(order)}
     current = -1

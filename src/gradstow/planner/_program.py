@@ -259,7 +259,7 @@ def _fixed_bytes(problem: Problem) -> list[int]:
     gradients = {s for s, m in enumerate(problem.maker) if m < 0 and s not in problem.boundary} - problem.held
     end: dict[int, int] = {}
     for last, node in zip(scope_ends(problem.backward), problem.backward, strict=True):
-        for s in (*node.inputs, *node.outputs):
+        for s in (*node.inputs, *node.outputs, *node.delivers):
             end[s] = last
     last_of_region = {n.region: i for i, n in enumerate(problem.backward)}
     for r, leaving in problem.leaving.items():

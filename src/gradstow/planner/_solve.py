@@ -82,11 +82,11 @@ def plain_step_peak(graph: StepGraph, costs: CostTable) -> int:
 
 
 def plain_schedule(problem: Problem) -> Schedule:
-    """Everything stored, nothing written over."""
-    return schedule_of(problem, expand(problem, kept_by_policy(problem, "store-all")), reuse=False)
+    """Everything stored, nothing written over, gradients handed over at once."""
+    return schedule_of(problem, expand(problem, kept_by_policy(problem, "store-all")), plain=True)
 
 
-def schedule_of(problem: Problem, order: Order, *, reuse: bool = True) -> Schedule:
+def schedule_of(problem: Problem, order: Order, *, reuse: bool = True, plain: bool = False) -> Schedule:
     """The order as events, region by region."""
     reruns: list[dict[int, list[int]]] = [{} for _ in problem.graph.regions]
     waiting: list[int] = []
@@ -102,7 +102,7 @@ def schedule_of(problem: Problem, order: Order, *, reuse: bool = True) -> Schedu
         fixed[r].add(storage)
     return Schedule(
         tuple(
-            write_events(region, reruns[r], fixed=fixed[r], reuse=reuse)
+            write_events(region, reruns[r], fixed=fixed[r], reuse=reuse, plain=plain)
             for r, region in enumerate(problem.graph.regions)
         )
     )
