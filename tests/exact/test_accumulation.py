@@ -239,8 +239,9 @@ def test_the_peak_is_plain_pytorchs(width: int, depth: int, batch: int) -> None:
     assert got >= 64 * KIB, "nothing was measured"
 
 
-def test_the_budget_holds_with_existing_gradients() -> None:
-    plain = Net(128, 6).train()
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"broken": True}, {"tied": True, "broken": True}], ids=str)
+def test_the_budget_holds_with_existing_gradients(options: dict[str, bool]) -> None:
+    plain = Net(128, 6, **options).train()
     x = data(256, 16)
     stowed = gs.stow(copy.deepcopy(plain), "60%")
     for _ in range(2):

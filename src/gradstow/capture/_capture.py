@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,7 +153,7 @@ def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, op
         for i, r in enumerate(order)
     ]
     return StepGraph(
-        regions=_alike(_with_origins([j.region for j in joints], order)),
+        regions=_alike(_with_origins(_only_last_added([j.region for j in joints], order), order)),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
         device=device,
         reserve_bytes=seen.reserve_bytes,
@@ -277,6 +277,19 @@ def existing_gradients(model: torch.nn.Module) -> frozenset[int]:
     """Positions, among the trainable parameters, of those that have a ``.grad``."""
     trained = (p for p in model.parameters() if p.requires_grad)
     return frozenset(i for i, p in enumerate(trained) if p.grad is not None)
+
+
+def _only_last_added(regions: Sequence[Region], order: list[RegionRecord]) -> list[Region]:
+    """Of a parameter that several regions use autograd holds the gradient until the last backward, the first region's,
+    has brought its own."""
+    result: list[Region] = []
+    seen: set[int] = set()
+    for region, record in zip(regions, order, strict=True):
+        used = [role.parameter if v >= 0 else -1 for role, v in zip(record.roles, region.gradients, strict=True)]
+        added = tuple(flag and p not in seen for flag, p in zip(region.added, used, strict=True))
+        result.append(replace(region, added=added))
+        seen.update(used)
+    return result
 
 
 def _alike(regions: tuple[Region, ...]) -> tuple[Region, ...]:
