@@ -62,7 +62,7 @@ def test_peak_is_predicted_and_within_budget(name: str, budget: str, device: str
     assert abs(plan.predicted_step_peak_bytes - peak) <= 0.03 * peak
     if budget == "tight":
         assert plan.resident_bytes + peak <= asked
-        assert plan.rerun_ops > 0
+        assert any(m.recompute for m in plan.timeline.moments)  # decoding included
     elif budget == "middle":
         assert peak <= percent / 100 * plan.plain_step_peak_bytes
     else:

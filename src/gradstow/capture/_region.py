@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
+from gradstow.actions import LOSSLESS, Offers
 from gradstow.capture._inplace import overwritable
 from gradstow.capture._normalize import is_tangent
 from gradstow.capture._rerun import OutputRef, rerun_call
@@ -87,11 +88,21 @@ def build_region(
 
     ``changed``: inputs that the forward changes in place.
     """
-    built = _Builder(module, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
+    offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs))
+    for action in LOSSLESS if managed else ():
+        action.apply(offers)
+    module.graph.lint()
+    built = _Builder(module, offers, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
     region = built.region
     ops = region.ops if managed else _scoped(region.ops, built.op_nodes)
     streams = _can_stream(region, changed)
     return replace(built, region=replace(region, ops=ops, held=held, managed=managed, streams=streams))
+
+
+def _parts(graph: fx.Graph, num_outputs: int) -> tuple[set[fx.Node], list[Any]]:
+    """The backward's nodes, and what the forward hands out."""
+    outputs = list(graph.output_node().args[0])[:num_outputs]
+    return _backward_nodes(graph, outputs), outputs
 
 
 def _can_stream(region: Region, changed: Sequence[int]) -> bool:
@@ -128,8 +139,10 @@ def _scoped(ops: tuple[Op, ...], nodes: tuple[fx.Node, ...]) -> tuple[Op, ...]:
 
 
 class _Builder:
-    def __init__(self, module: fx.GraphModule, num_outputs: int, roles: Sequence[InputRole], device: str) -> None:
-        self.module, self.roles, self.device = module, roles, device
+    def __init__(
+        self, module: fx.GraphModule, offers: Offers, num_outputs: int, roles: Sequence[InputRole], device: str
+    ) -> None:
+        self.module, self.offers, self.roles, self.device = module, offers, roles, device
         outputs = list(module.graph.output_node().args[0])
         self.outputs, self.gradients = outputs[:num_outputs], outputs[num_outputs:]
         self.storages: list[Storage] = []
@@ -137,7 +150,7 @@ class _Builder:
         self.values: list[Value] = []
         self.value_ids: dict[fx.Node, int] = {}
         self.value_nodes: list[fx.Node | None] = []
-        self.backward = _backward_nodes(module.graph, self.outputs)
+        self.backward = offers.backward
 
     def build(self, name: str, mask: tuple[bool, ...], print_: str) -> JointGraph:
         placeholders = list(self.module.graph.find_nodes(op="placeholder"))
@@ -221,9 +234,15 @@ class _Builder:
             overwrites=tuple(self.value_ids[n] for n in overwritable(node)),
             rerun=self._rerun(node, outputs),
             signature="" if node.op == "get_attr" else signature(node),
+            lazy=node in self.offers.lazy,
+            plain_inputs=self._plain_inputs(node),
             module=_module_path(node),
             source=_source_line(node),
         )
+
+    def _plain_inputs(self, node: fx.Node) -> tuple[int, ...] | None:
+        read = self.offers.plain.get(node)
+        return None if read is None else tuple(dict.fromkeys(self.value_ids[n] for n in read))
 
     def _make_outputs(self, node: fx.Node, kind: StorageKind) -> tuple[int, ...]:
         val = node.meta.get("val")

@@ -67,8 +67,8 @@ def _reruns_for(region: Region, kept: set[int]) -> dict[int, list[int]]:
 class _Region:
     """A region by storages: views have vanished."""
 
-    def __init__(self, region: Region) -> None:
-        self.region = region
+    def __init__(self, region: Region, plain: bool = False) -> None:
+        self.region, self.plain = region, plain
         self.storage = [v.storage for v in region.values]
         self.producer = region.producers()
         self.outside = {self.storage[v] for v in (*region.inputs, *region.tangents)}
@@ -90,8 +90,20 @@ class _Region:
     def order(self, *, backward: bool) -> list[int]:
         return [i for i, op in enumerate(self.region.ops) if op.backward == backward and not op.view]
 
+    def running(self, wanted: set[int]) -> list[int]:
+        """The forward ops, without lazy ones that serve nobody; ``wanted``: storages that leave the forward."""
+        read, result = set(wanted), []
+        for index in reversed(self.order(backward=False)):
+            if self.region.ops[index].lazy and not read.intersection(self.makes(index, again=False)):
+                continue
+            read.update(self.reads(index, again=False))
+            result.append(index)
+        return result[::-1]
+
     def values_read(self, index: int, again: bool) -> tuple[int, ...]:
         op = self.region.ops[index]
+        if self.plain and op.plain_inputs is not None:
+            return op.plain_inputs
         return op.rerun.inputs if again and op.rerun is not None else op.inputs
 
     def values_made(self, index: int, again: bool) -> tuple[int, ...]:
@@ -115,7 +127,7 @@ class _Region:
 
 class _Writer:
     def __init__(self, region: Region, fixed: set[int], reuse: bool, plain: bool) -> None:
-        self.look = look = _Region(region)
+        self.look = look = _Region(region, plain)
         self.deliveries = deliveries(region, at_once=plain or not region.managed)
         self.leaving = delivered_storages(region, self.deliveries)
         self.delivered = {s for storages in self.leaving.values() for s in storages}
@@ -124,7 +136,6 @@ class _Writer:
 
     def write(self, reruns: Reruns) -> RegionSchedule:
         look = self.look
-        forward = [(i, False) for i in look.order(backward=False)]
         backward: list[tuple[int, bool]] = []
         for index in look.order(backward=True):
             backward += [(i, True) for i in reruns.get(index, ())]
@@ -133,6 +144,7 @@ class _Writer:
         kinds = (StorageKind.ACTIVATION, StorageKind.BOUNDARY)
         kept = {s for s in needed if self.region.storages[s].kind in kinds} - look.constants
         stay = kept | look.outputs
+        forward = [(i, False) for i in look.running(stay)]
         there = {look.base[s] for s in kept | self.fixed if s in look.base} | set(self.region.tangents)
         return RegionSchedule(
             kept=tuple(sorted(kept)),

@@ -70,6 +70,8 @@ class Op:
         writes: storages that the op changes in place (BatchNorm statistics).
         overwrites: input values whose dying storage the first output may take over.
         rerun: how to make its outputs again; None means by the op itself.
+        lazy: runs in the forward only where something that is kept, or read there, comes of it; plain PyTorch has none.
+        plain_inputs: what plain PyTorch's op reads, where this one stands for it and reads other values.
         scope: ops with the same number (0 and up) run inside one call of plain PyTorch (a loss function, a node of
             autograd), which gives nothing back before it returns; -1 for an op that runs alone.
         signature: canonical JSON of the call: target, tensor layouts, constants. Key of the cost table.
@@ -86,6 +88,8 @@ class Op:
     writes: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
     rerun: Rerun | None = None
+    lazy: bool = False
+    plain_inputs: tuple[int, ...] | None = None
     scope: int = -1
     signature: str = ""
     module: str = ""

@@ -18,6 +18,7 @@ class Node:
     """One op: what it reads and makes, by storage number. ``again_*`` hold for a recomputation.
 
     ``delivers``: gradients that autograd gets once it has run, and that nobody may write over after that.
+    A ``lazy`` one runs in the forward only where something that is kept, or read there, comes of it.
     What a node with a ``scope`` reads or makes lives at least until the last node of that scope has run.
     """
 
@@ -34,6 +35,7 @@ class Node:
     pinned: bool = False
     overwrites: tuple[int, ...] = ()
     delivers: tuple[int, ...] = ()
+    lazy: bool = False
     scope: int = -1
 
 
@@ -61,6 +63,7 @@ class Problem:
         delivered: gradients that leave while their region's backward runs.
         names: storage → (region, storage id); ``numbers`` is the way back.
         deaths: index in ``forward`` → storages that no later forward op reads.
+        lazy: indices in ``forward`` of lazy nodes.
     """
 
     graph: StepGraph
@@ -87,6 +90,7 @@ class Problem:
     names: list[tuple[int, int]] = field(default_factory=list)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     deaths: list[set[int]] = field(default_factory=list)
+    lazy: list[int] = field(default_factory=list)
 
 
 def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
@@ -115,6 +119,7 @@ def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
     for node in (*problem.forward, *problem.backward):
         node.overwrites = tuple(s for s in node.overwrites if s not in problem.boundary)
     problem.deaths = _deaths(problem)
+    problem.lazy = [index for index, node in enumerate(problem.forward) if node.lazy]
     problem.keepable = {s for s, maker in enumerate(problem.maker) if maker >= 0}
     problem.fixed = problem.held | problem.boundary
     problem.remaker = {
@@ -177,7 +182,7 @@ def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, ba
         node = Node(r, index, cost.seconds, cost.working_bytes, inputs, outputs)
         node.pinned = bool(op.pinned) or cost.how == "unknown"
         node.overwrites = numbers(op.overwrites) if region.managed else ()
-        node.scope = op.scope
+        node.scope, node.lazy = op.scope, op.lazy
         node.delivers = tuple(problem.numbers[r, s] for s in leaving.get(index, ()))
         problem.delivered.update(node.delivers)
         if not backward:

@@ -163,7 +163,9 @@ class _Program:
                 else:
                     decision = problem.decision[s]
                     if decision not in decisions:
-                        decisions[decision] = self._variable(0.0, False, True)
+                        maker = problem.forward[problem.maker[s]] if problem.maker[s] >= 0 else None
+                        cost = maker.seconds if maker is not None and maker.lazy else 0.0
+                        decisions[decision] = self._variable(cost, False, True)
                     self.alive[0][s] = decisions[decision]
                     if s in problem.never:
                         self.upper[decisions[decision]] = 0.0
@@ -207,13 +209,16 @@ class _Program:
         live = 0
         terms: list[tuple[int, float]] = []
         for index, node in enumerate(self.p.forward[: moment + 1]):
-            live += sum(self.p.nbytes[s] for s in node.outputs)
+            if not node.lazy:  # it may not run
+                live += sum(self.p.nbytes[s] for s in node.outputs)
             if index == moment:
                 dying = self.p.deaths[index]
-                live += node.working - next((self.p.nbytes[s] for s in node.overwrites if s in dying), 0)
+                live += 0 if node.lazy else node.working
+                live -= next((self.p.nbytes[s] for s in node.overwrites if s in dying), 0)
                 break
             for s in self.p.deaths[index]:
-                live -= self.p.nbytes[s]
+                if not self.p.forward[self.p.maker[s]].lazy:
+                    live -= self.p.nbytes[s]
                 if s in self.alive[0]:
                     terms.append((self.alive[0][s], float(self.p.nbytes[s])))
         self.rows.add(terms, float(self.budget - live))

@@ -83,7 +83,7 @@ def plain_step_peak(graph: StepGraph, costs: CostTable) -> int:
 
 def plain_schedule(problem: Problem) -> Schedule:
     """Everything stored, nothing written over, gradients handed over at once."""
-    return schedule_of(problem, expand(problem, kept_by_policy(problem, "store-all")), plain=True)
+    return schedule_of(problem, [], plain=True)
 
 
 def schedule_of(problem: Problem, order: Order, *, reuse: bool = True, plain: bool = False) -> Schedule:
