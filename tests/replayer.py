@@ -155,7 +155,8 @@ class Ledger:
                 else:
                     alive[s] = Block(self.nbytes((r, s)), 2 * now)
                     self.blocks.append(alive[s])
-            cost = self.costs.rerun(op) if again else self.costs.run(op)
+            once = self.costs.plain(op) if self.plain else self.costs.run(op)
+            cost = self.costs.rerun(op) if again else once
             self.working.append(cost.working_bytes + extra)
             now += 1
         for s, block in alive.items():

@@ -93,6 +93,7 @@ def _gathered(flat: torch.Tensor) -> torch.Tensor:
 
 def _unpack_bits(code: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
     mask = torch.empty_strided(size, stride, dtype=torch.bool, device=code.device)
+    _check_length(code, mask.numel())
     flat = mask.as_strided((mask.numel(),), (1,))
     whole, table = mask.numel() // _BYTES, _spread(code.device)
     if whole:
@@ -101,6 +102,11 @@ def _unpack_bits(code: torch.Tensor, size: list[int], stride: list[int]) -> torc
         last = table.index_select(0, code[whole:].int()).view(torch.bool)
         flat[whole * _BYTES :] = last[: mask.numel() % _BYTES]
     return mask
+
+
+def _check_length(code: torch.Tensor, numel: int) -> None:
+    if code.numel() != -(-numel // _BYTES):
+        raise ValueError(f"{code.numel()} bytes of bits do not fit {numel} elements")
 
 
 def _above_bits(x: torch.Tensor, limit: float) -> torch.Tensor:
@@ -118,6 +124,7 @@ def _zero_by_bits_(gradient: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
 def _zeroed_into(result: torch.Tensor, gradient: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """By ReLU's own kernel, some at a time: nothing else is as fast, and it wants numbers of the gradient's type."""
     numel = gradient.numel()
+    _check_length(code, numel)
     source, target = (t.as_strided((numel,), (1,)) for t in (gradient, result))
     size = _CHUNK if gradient.device.type == "cpu" else max(numel, _BYTES)
     for start in range(0, numel, size):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
+from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError, PolicyError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
-from gradstow.capture import Step, aten_names, capture, device_of, tensors
+from gradstow.actions import LOSSLESS
+from gradstow.capture import Captured, Step, aten_names, capture, device_of, tensors
 from gradstow.cost import Profile, analytic_costs, measured_costs
 from gradstow.ir import CostTable, StepGraph
-from gradstow.planner import Effort, Policy, make_plan, plain_step_peak, smallest_peak
+from gradstow.planner import Effort, Policy, make_plan, plain_step_peak, smallest_peak, store_all_peak
 
 Progress = Callable[[str, int, int], None]
 PolicyLike = str | Mapping[str, str] | Policy
 
+ACTIONS = ("store", "recompute", "compress")
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
 _HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
 
@@ -31,21 +33,35 @@ def plan_step(
     progress: Progress | None = None,
     effort: str | Effort = "normal",
     profile: Profile | None = None,
+    actions: Sequence[str] = ACTIONS,
 ) -> Plan:
     """Capture, price and plan one step. Allocates at most one op at a time."""
     Policy.of(policy), Effort.of(effort)  # before anything takes time
-    return plan_graph(capture_step(model, step, progress), budget, policy, progress, effort, profile)
+    check_actions(actions)
+    return plan_captured(capture_step(model, step, progress), budget, policy, progress, effort, profile, actions)
 
 
-def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None = None) -> StepGraph:
+def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None = None) -> Captured:
     """Rehearse a step that can be planned."""
     say = progress or _silent
     check_devices(model, (step.inputs, step.batch))
     _check_training(model, step.optimizer)
     say("rehearse", 0, 1)
-    graph = capture(model, step)
+    captured = capture(model, step)
     say("rehearse", 1, 1)
-    return graph
+    return captured
+
+
+def check_actions(actions: Sequence[str]) -> None:
+    """Refuse what names no action.
+
+    Raises:
+        PolicyError: with those that there are.
+    """
+    wrong = [str(name) for name in ([actions] if isinstance(actions, str) else actions) if name not in ACTIONS]
+    if wrong or isinstance(actions, str) or "store" not in actions:
+        what = f"{wrong[0]!r} is no action" if wrong else f"actions={actions!r} leaves out storing, or is no list"
+        raise PolicyError(f"{what}. Give some of {ACTIONS}, 'store' among them.")
 
 
 def price(
@@ -64,30 +80,41 @@ def price(
     return measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
 
 
-def plan_graph(
-    graph: StepGraph,
+def plan_captured(
+    captured: Captured,
     budget: Budget | None,
     policy: PolicyLike,
     progress: Progress | None = None,
     effort: str | Effort = "normal",
     profile: Profile | None = None,
+    actions: Sequence[str] = ACTIONS,
 ) -> Plan:
-    """Price and plan a step that is captured."""
+    """Price and plan a step that is captured.
+
+    Compression is tried only where storing everything does not fit, so that a large budget costs nothing.
+    """
     say = progress or _silent
     limit = _TIMING_LIMIT
     if budget is not None and budget.total_bytes is not None:
         limit = min(limit, budget.total_bytes)
+    graph = captured.graph()
     costs = price(graph, limit, progress, profile)
+    step_budget = _step_budget(graph, costs, budget, profile)
+    compress = "compress" in actions and Policy.of(policy).name == "auto"
+    if compress and step_budget is not None and store_all_peak(graph, costs) > step_budget:
+        graph = captured.graph(LOSSLESS)
+        costs = price(graph, limit, progress, profile)
     say("plan", 0, 1)
     result = make_plan(
         graph,
         costs,
-        step_budget=_step_budget(graph, costs, budget, profile),
+        step_budget=step_budget,
         budget="" if budget is None else str(budget),
         policy=policy,
         kind=Plan,
         effort=effort,
         known_ops=aten_names() if Policy.of(policy).rules else (),
+        recompute="recompute" in actions,
     )
     say("plan", 1, 1)
     assert isinstance(result, Plan)
@@ -106,6 +133,8 @@ def _signatures(graph: StepGraph) -> list[str]:
                 found[op.signature] = None
             if op.rerun is not None:
                 found[op.rerun.signature] = None
+            if op.plain is not None:
+                found[op.plain.signature] = None
     return list(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,24 +13,25 @@ import torch
 
 from gradstow._errors import CaptureError
 from gradstow._plan import Plan
-from gradstow._planning import Progress, check_devices, plan_graph, plan_step
+from gradstow._planning import ACTIONS, Progress, check_devices, plan_captured, plan_step
 from gradstow._units import Budget
 from gradstow.capture import (
+    Captured,
     RehearsalFailed,
     Seen,
     Step,
     batch_signature,
+    captured_from,
     device_of,
     existing_gradients,
     first_line,
     graph_breaks,
-    recorded_graph,
     resident_bytes,
     see,
     storage_key,
 )
 from gradstow.execute import Executor, Planned, Recorded, UnknownGraph, inner_error
-from gradstow.ir import GraphBreak, StepGraph
+from gradstow.ir import GraphBreak
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Wishes:
     policy: str
     optimizer: torch.optim.Optimizer | None
     progress: Progress | None
+    actions: Sequence[str] = ACTIONS
 
 
 class Run:
@@ -112,10 +115,10 @@ class Run:
             return wishes.plan, True
         step = Step(_call, (args, kwargs), optimizer=wishes.optimizer)
         if self._recording is not None:
-            graph = self._recording.graph(module, step)
-            self.last = plan_graph(graph, wishes.budget, wishes.policy, wishes.progress)
+            captured = self._recording.captured(module, step)
+            self.last = plan_captured(captured, wishes.budget, wishes.policy, wishes.progress, actions=wishes.actions)
         else:
-            self.last = plan_step(module, step, wishes.budget, wishes.policy, wishes.progress)
+            self.last = plan_step(module, step, wishes.budget, wishes.policy, wishes.progress, actions=wishes.actions)
         return self.last, False
 
     def _plan_again(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
@@ -175,9 +178,9 @@ class _Recording:
     def complete(self) -> bool:
         return self._source.log.complete
 
-    def graph(self, module: torch.nn.Module, step: Step) -> StepGraph:
+    def captured(self, module: torch.nn.Module, step: Step) -> Captured:
         assert self._seen is not None, "asked for only when complete"
-        return recorded_graph(module, step, self._source.log, self._seen)
+        return captured_from(module, step, self._source.log, self._seen)
 
 
 def _nothing_captured(module: torch.nn.Module, reasons: str) -> CaptureError:

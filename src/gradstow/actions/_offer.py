@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,14 +22,16 @@ class Offers:
         backward: the nodes of its backward part.
         outputs: what the forward hands out.
         lazy: nodes that were put in, which run in the forward only where somebody wants their result.
-        plain: backward node → the nodes that plain PyTorch's op reads, where the graph's own now reads others.
+        sign: gives a node's key in the cost table.
+        plain: backward node → what plain PyTorch's op reads, and its key, where the graph's own is another now.
     """
 
     graph: fx.Graph
     backward: set[fx.Node]
     outputs: Collection[Any]
+    sign: Callable[[fx.Node], str]
     lazy: set[fx.Node] = field(default_factory=set)
-    plain: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    plain: dict[fx.Node, tuple[tuple[fx.Node, ...], str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = (node.meta.get("val") for node in self.graph.nodes)
@@ -64,8 +66,9 @@ class Offers:
         reader.replace_input_with(old, new)
 
     def remember(self, reader: fx.Node) -> None:
-        """Note what plain PyTorch's op reads, before it is changed."""
-        self.plain.setdefault(reader, tuple(reader.all_input_nodes))
+        """Note plain PyTorch's op, before it is changed."""
+        if reader not in self.plain:
+            self.plain[reader] = (tuple(reader.all_input_nodes), self.sign(reader))
 
 
 class Action(ABC):

@@ -10,17 +10,18 @@ from gradstow.capture._backend import (
     fresh_function,
 )
 from gradstow.capture._capture import (
+    Captured,
     RehearsalFailed,
     Seen,
     Step,
     capture,
+    captured_from,
     check_loss,
     device_of,
     existing_gradients,
     find_loss,
     first_line,
     graph_breaks,
-    recorded_graph,
     resident_bytes,
     see,
     weights_signature,
@@ -34,6 +35,7 @@ from gradstow.capture._rerun import OutputRef, rerun_call
 from gradstow.capture._tree import batch_signature, tensors
 
 __all__ = [
+    "Captured",
     "CompiledGraph",
     "InputRole",
     "JointGraph",
@@ -49,6 +51,7 @@ __all__ = [
     "build_region",
     "call_module",
     "capture",
+    "captured_from",
     "changed_inputs",
     "check_loss",
     "compile_settings",
@@ -64,7 +67,6 @@ __all__ = [
     "is_tangent",
     "normalize",
     "overwriting_call",
-    "recorded_graph",
     "rerun_call",
     "resident_bytes",
     "see",

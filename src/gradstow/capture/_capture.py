@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from gradstow._errors import CaptureError, GradstowError
+from gradstow.actions import Action
 from gradstow.capture._backend import call_module, compile_settings, fresh_function
 from gradstow.capture._fake_memory import FakeMemory
 from gradstow.capture._fakes import Fakes, same_randomness
 from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._normalize import normalize
 from gradstow.capture._outside import outside_ops
-from gradstow.capture._region import JointGraph, build_region, fingerprint
+from gradstow.capture._region import build_region, fingerprint
 from gradstow.capture._rehearse import Recorder, storage_key
 from gradstow.capture._tree import batch_signature, tensors
 from gradstow.ir import GraphBreak, Region, Resident, StepGraph
@@ -51,8 +52,8 @@ class RehearsalFailed(CaptureError):
     """The step cannot run on fake tensors; on real ones it may."""
 
 
-def capture(model: torch.nn.Module, step: Step) -> StepGraph:
-    """Rehearse ``step`` on fake tensors and return its graph. Allocates nothing of the step's size.
+def capture(model: torch.nn.Module, step: Step) -> Captured:
+    """Rehearse ``step`` on fake tensors. Allocates nothing of the step's size.
 
     Raises:
         RehearsalFailed: where fakes do not do.
@@ -76,7 +77,7 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
 
 def _rehearse(
     model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: Callable[[], tuple[GraphBreak, ...]]
-) -> StepGraph:
+) -> Captured:
     twin = fakes.model(model)
     recorder = Recorder([p for p in twin.parameters() if p.requires_grad], device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
@@ -91,7 +92,7 @@ def _rehearse(
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
     seen = Seen(rehearsed.called_with, reserve, (names, room), breaks())
-    return _step_graph(model, step, recorder.log, seen, optimizer)
+    return _captured(model, step, recorder.log, seen, optimizer)
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ def _resident_keys(model: torch.nn.Module, inputs: Any) -> set[int]:
     return {storage_key(t) for t in there if t.layout is torch.strided}
 
 
-def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) -> StepGraph:
-    """The graph of a real step that was logged as it ran.
+def captured_from(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) -> Captured:
+    """A real step that was logged as it ran.
 
     Raises:
         CaptureError: there is nothing to plan.
@@ -134,26 +135,55 @@ def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen)
             fakes.tensor(parameter)
         with fakes.mode:
             optimizer = _rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
-    return _step_graph(model, step, log, seen, optimizer)
+    return _captured(model, step, log, seen, optimizer)
 
 
-def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int]) -> StepGraph:
-    order, device = log.order, device_of(model)
-    _check_recorded(model, order, seen.breaks)
+@dataclass(frozen=True)
+class Captured:
+    """A captured step, of which graphs can be made: as it is, or with what actions put in."""
+
+    order: tuple[RegionRecord, ...]
+    outputs_held: bool
+    existing: frozenset[int]
+    common: StepGraph
+
+    def graph(self, actions: Sequence[Action] = ()) -> StepGraph:
+        last = max(i for i, r in enumerate(self.order) if r.compiled.managed)
+        regions = [
+            # the loss itself is always held: backward() is called on it
+            self._region(i, r, actions, held=i > last or (i == last and self.outputs_held))
+            for i, r in enumerate(self.order)
+        ]
+        found = _with_origins(_only_last_added(regions, self.order), self.order)
+        return replace(self.common, regions=_alike(found))
+
+    def _region(self, index: int, record: RegionRecord, actions: Sequence[Action], *, held: bool) -> Region:
+        graph = record.compiled
+        return build_region(
+            normalize(graph.joint, record.mask if record.ran_backward else None),
+            graph.num_forward_outputs,
+            [replace(role, added=role.parameter in self.existing) for role in record.roles],
+            name=f"region {index}" if graph.managed else "loss",
+            mask=record.mask,
+            print_=fingerprint(graph.joint, graph.num_forward_outputs),
+            held=held,
+            managed=graph.managed,
+            device=self.common.device,
+            changed=graph.changed,
+            actions=actions,
+        ).region
+
+
+def _captured(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int]) -> Captured:
+    device = device_of(model)
+    _check_recorded(model, log.order, seen.breaks)
     if not log.complete:
         raise CaptureError(
             f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
-    last = max(i for i, r in enumerate(order) if r.compiled.managed)
-    existing = existing_gradients(model)
-    joints = [
-        # the loss itself is always held: backward() is called on it
-        _describe(i, r, device, existing, held=i > last or (i == last and step.outputs_held))
-        for i, r in enumerate(order)
-    ]
-    return StepGraph(
-        regions=_alike(_with_origins(_only_last_added([j.region for j in joints], order), order)),
+    common = StepGraph(
+        regions=(),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
         device=device,
         reserve_bytes=seen.reserve_bytes,
@@ -167,6 +197,7 @@ def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, op
         outside_bytes=seen.outside[1],
         versions={"torch": torch.__version__},
     )
+    return Captured(tuple(log.order), step.outputs_held, existing_gradients(model), common)
 
 
 def _check_recorded(model: torch.nn.Module, order: list[RegionRecord], breaks: tuple[GraphBreak, ...]) -> None:
@@ -279,7 +310,7 @@ def existing_gradients(model: torch.nn.Module) -> frozenset[int]:
     return frozenset(i for i, p in enumerate(trained) if p.grad is not None)
 
 
-def _only_last_added(regions: Sequence[Region], order: list[RegionRecord]) -> list[Region]:
+def _only_last_added(regions: Sequence[Region], order: Sequence[RegionRecord]) -> list[Region]:
     """Of a parameter that several regions use autograd holds the gradient until the last backward, the first region's,
     has brought its own."""
     result: list[Region] = []
@@ -300,25 +331,7 @@ def _alike(regions: tuple[Region, ...]) -> tuple[Region, ...]:
     return tuple(replace(r, streams=r.streams and len(ways[r.fingerprint]) == 1) for r in regions)
 
 
-def _describe(index: int, record: RegionRecord, device: str, existing: frozenset[int], *, held: bool) -> JointGraph:
-    graph = record.compiled
-    mask = record.mask if record.ran_backward else None
-    module = normalize(graph.joint, mask)
-    return build_region(
-        module,
-        graph.num_forward_outputs,
-        [replace(role, added=role.parameter in existing) for role in record.roles],
-        name=f"region {index}" if graph.managed else "loss",
-        mask=record.mask,
-        print_=fingerprint(graph.joint, graph.num_forward_outputs),
-        held=held,
-        managed=graph.managed,
-        device=device,
-        changed=graph.changed,
-    )
-
-
-def _with_origins(regions: list[Region], order: list[RegionRecord]) -> tuple[Region, ...]:
+def _with_origins(regions: list[Region], order: Sequence[RegionRecord]) -> tuple[Region, ...]:
     """Turn each boundary storage's origin from (region, output position) into (region, storage)."""
     result: list[Region] = []
     for region in regions:

@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
-from gradstow.actions import LOSSLESS, Offers
+from gradstow.actions import Action, Offers
 from gradstow.capture._inplace import overwritable
 from gradstow.capture._normalize import is_tangent
 from gradstow.capture._rerun import OutputRef, rerun_call
-from gradstow.ir import Op, Region, Rerun, Storage, StorageKind, Value
+from gradstow.ir import Op, PlainForm, Region, Rerun, Storage, StorageKind, Value
 
 # integer decisions that near-equal scores could flip: they are small, and kept
 _ROUTING = {
@@ -83,20 +83,23 @@ def build_region(
     managed: bool = True,
     device: str = "cpu",
     changed: Sequence[int] = (),
+    actions: Sequence[Action] = (),
 ) -> JointGraph:
     """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from.
 
-    ``changed``: inputs that the forward changes in place.
+    ``changed``: inputs that the forward changes in place. ``actions`` put in what they can; the region names them.
     """
-    offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs))
-    for action in LOSSLESS if managed else ():
+    offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs), signature)
+    for action in actions if managed else ():
         action.apply(offers)
     module.graph.lint()
     built = _Builder(module, offers, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
     region = built.region
     ops = region.ops if managed else _scoped(region.ops, built.op_nodes)
     streams = _can_stream(region, changed)
-    return replace(built, region=replace(region, ops=ops, held=held, managed=managed, streams=streams))
+    names = tuple(action.name for action in actions)
+    region = replace(region, ops=ops, held=held, managed=managed, streams=streams, actions=names)
+    return replace(built, region=region)
 
 
 def _parts(graph: fx.Graph, num_outputs: int) -> tuple[set[fx.Node], list[Any]]:
@@ -235,14 +238,16 @@ class _Builder:
             rerun=self._rerun(node, outputs),
             signature="" if node.op == "get_attr" else signature(node),
             lazy=node in self.offers.lazy,
-            plain_inputs=self._plain_inputs(node),
+            plain=self._plain_form(node),
             module=_module_path(node),
             source=_source_line(node),
         )
 
-    def _plain_inputs(self, node: fx.Node) -> tuple[int, ...] | None:
-        read = self.offers.plain.get(node)
-        return None if read is None else tuple(dict.fromkeys(self.value_ids[n] for n in read))
+    def _plain_form(self, node: fx.Node) -> PlainForm | None:
+        if node not in self.offers.plain:
+            return None
+        read, key = self.offers.plain[node]
+        return PlainForm(tuple(dict.fromkeys(self.value_ids[n] for n in read)), key)
 
     def _make_outputs(self, node: fx.Node, kind: StorageKind) -> tuple[int, ...]:
         val = node.meta.get("val")

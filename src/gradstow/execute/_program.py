@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from gradstow._errors import CaptureError
+from gradstow.actions import named
 from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
 from gradstow.execute._stream import Current
@@ -89,6 +90,7 @@ class RegionProgram:
             mask=mask,
             held=self.region.held,
             device=self.device,
+            actions=named(self.region.actions),
         )
 
     def _unplanned(self, mask: tuple[bool, ...]) -> Callable[[list[Any]], Any]:

@@ -6,6 +6,7 @@ from gradstow.ir._events import just_in_time, write_events
 from gradstow.ir._graph import (
     GraphBreak,
     Op,
+    PlainForm,
     Region,
     Rerun,
     Resident,
@@ -28,6 +29,7 @@ __all__ = [
     "Moment",
     "Op",
     "OpCost",
+    "PlainForm",
     "PlanData",
     "Region",
     "RegionSchedule",

@@ -102,8 +102,8 @@ class _Region:
 
     def values_read(self, index: int, again: bool) -> tuple[int, ...]:
         op = self.region.ops[index]
-        if self.plain and op.plain_inputs is not None:
-            return op.plain_inputs
+        if self.plain and op.plain is not None:
+            return op.plain.inputs
         return op.rerun.inputs if again and op.rerun is not None else op.inputs
 
     def values_made(self, index: int, again: bool) -> tuple[int, ...]:

@@ -59,6 +59,14 @@ class Rerun:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainForm:
+    """An op as plain PyTorch runs it: what it reads, and its key in the cost table."""
+
+    inputs: tuple[int, ...]
+    signature: str
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One call in the captured graph.
 
@@ -71,7 +79,7 @@ class Op:
         overwrites: input values whose dying storage the first output may take over.
         rerun: how to make its outputs again; None means by the op itself.
         lazy: runs in the forward only where something that is kept, or read there, comes of it; plain PyTorch has none.
-        plain_inputs: what plain PyTorch's op reads, where this one stands for it and reads other values.
+        plain: plain PyTorch's op, where this one stands for it.
         scope: ops with the same number (0 and up) run inside one call of plain PyTorch (a loss function, a node of
             autograd), which gives nothing back before it returns; -1 for an op that runs alone.
         signature: canonical JSON of the call: target, tensor layouts, constants. Key of the cost table.
@@ -89,7 +97,7 @@ class Op:
     overwrites: tuple[int, ...] = ()
     rerun: Rerun | None = None
     lazy: bool = False
-    plain_inputs: tuple[int, ...] | None = None
+    plain: PlainForm | None = None
     scope: int = -1
     signature: str = ""
     module: str = ""
@@ -114,6 +122,7 @@ class Region:
         held: whether the caller still holds the outputs while the backward runs, so that keeping them is free.
         managed: False for code that runs as plain PyTorch (a loss outside the model).
         fingerprint: structural hash of the captured graph; what runs must have the same.
+        actions: names of the actions that put ops into it.
     """
 
     name: str
@@ -131,6 +140,7 @@ class Region:
     held: bool = False
     managed: bool = True
     fingerprint: str = ""
+    actions: tuple[str, ...] = ()
 
     def producers(self) -> dict[int, int]:
         """Value id → id of the op that makes it; inputs and tangents are absent."""
@@ -227,6 +237,7 @@ def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
 def _op(data: Mapping[str, Any]) -> Op:
     fields = _tuples(data)
     fields["rerun"] = None if fields["rerun"] is None else Rerun(**_tuples(fields["rerun"]))
+    fields["plain"] = None if fields["plain"] is None else PlainForm(**_tuples(fields["plain"]))
     return Op(**fields)
 
 

@@ -176,7 +176,7 @@ class _Walk:
         region = self.graph.regions[r]
         op = region.ops[event.op]
         recompute = backward and not op.backward
-        cost = self.costs.rerun(op) if recompute else self.costs.run(op)
+        cost = self.costs.rerun(op) if recompute else self.costs.plain(op) if self.plain else self.costs.run(op)
         made = self._made(r, region, op, recompute)
         twice = {k for k in made if recompute and k in self.holders}
         transient = sum(self.nbytes(k) for k in twice)  # made beside what somebody holds, and dropped at once

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gradstow.ir import CostTable, PlanData, StepGraph, replay
+from gradstow.ir import CostTable, PlanData, StepGraph
 from gradstow.planner._evaluate import Outcome, evaluate, expand
 from gradstow.planner._minimum import minimum
 from gradstow.planner._moves import improve
@@ -13,7 +13,7 @@ from gradstow.planner._policies import kept_by_policy
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._program import Stages
 from gradstow.planner._search import Effort, search, settle
-from gradstow.planner._solve import plain_schedule, schedule_of
+from gradstow.planner._solve import base_seconds, plain_schedule, schedule_of
 
 _CARRIED = 12  # moments that one point hands to the next
 
@@ -110,6 +110,6 @@ def _plan(problem: Problem, point: _Point, kind: Callable[..., PlanData]) -> Pla
         costs=costs,
         budget=f"{point.budget + graph.resident.total} B",
         policy="auto",
-        lower_bound_seconds=replay(graph, plain, costs, plain=True).seconds + point.bound,
+        lower_bound_seconds=base_seconds(problem) + point.bound,
         solver={"solver": "frontier"},
     )
