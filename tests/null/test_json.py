@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -47,11 +47,16 @@ def test_every_field_of_a_graph() -> None:
         device="cuda",
         reserve_bytes=6,
         optimizer_peak_bytes=7,
+        outputs_held=False,
         batch="(8, 3)float32",
         model="ResNet",
+        weights="(3, 8)float32",
         breaks=(GraphBreak("print", "model.py:3"),),
+        outside=("nms",),
+        outside_bytes=8,
         versions={"torch": "2.14.1"},
     )
+    assert all(getattr(graph, field.name) != field.default for field in fields(graph)), "a field that keeps its default"
     again = StepGraph.from_json(through_text(graph.to_json()))  # type: ignore[arg-type]
     assert again == graph
     assert again.fingerprint == graph.fingerprint
