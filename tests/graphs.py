@@ -85,6 +85,12 @@ class Sketch:
         self.ops.append(Op(name, "view", (source,), (made,), backward=backward, view=True))
         return made
 
+    def constant(self, nbytes: int, name: str = "") -> int:
+        """What the graph itself holds: a view of nothing, there whenever it is asked for."""
+        made = self.new(nbytes, StorageKind.RESIDENT, name)
+        self.ops.append(Op(name, "constant", (), (made,), view=True))
+        return made
+
     def nbytes(self, value: int) -> int:
         return self.storages[self.values[value].storage].nbytes
 
@@ -334,6 +340,20 @@ def read_twice(size: int = MIB) -> StepGraph:
     return step(s.done((out,), {w: back}))
 
 
+def scaled(size: int = MIB) -> StepGraph:
+    """x → f, which reads a constant → g; both backwards read the constant, one of them as a view."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    table = s.constant(4 * size, "table")
+    (f,) = s.op("f", (x, table), (size,))
+    (g,) = s.op("g", (f, w), (size,))
+    t = s.tangent(size, "t")
+    (bg,) = s.op("bg", (t, f, table), (size,), backward=True)
+    flat = s.view(table, "flat", backward=True)
+    (bf,) = s.op("bf", (bg, x, flat), (size,), backward=True)
+    return step(s.done((g,), {w: bf}))
+
+
 def shared_gradient(size: int = MIB) -> StepGraph:
     """A gradient that is handed out and also added to another one: it may not be written over."""
     s = Sketch()
@@ -355,6 +375,7 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "batch_norm": batch_norm,
     "dropout": dropout,
     "read_twice": read_twice,
+    "scaled": scaled,
     "shared_gradient": shared_gradient,
     "two_regions_and_loss": two_regions_and_loss,
 }

@@ -17,6 +17,7 @@ from graphs import (
     dropout,
     elementwise,
     multi_output,
+    scaled,
     script,
     step,
     storages_of,
@@ -109,6 +110,9 @@ CASES = {
         ("f", "bn.1", "bn.2"),
         "f bn g -bn.0",
         "bn bg -t -bn.0 bbn -bg.0 -f -bn.1 -bn.2 bf -bbn add -bg.1 -bf",
+    ),
+    "a constant runs again where it is read, and is neither kept nor given back": Case(
+        scaled(), (), (), "table f g -f", "table f bg -t -f flat bf -bg"
     ),
     "a pinned op is kept though nobody asked": Case(
         dropout(),

@@ -17,6 +17,7 @@ from graphs import (
     chain,
     dropout,
     elementwise,
+    scaled,
     storages_of,
     two_regions_and_loss,
     viewed,
@@ -169,6 +170,7 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
     "views": [
         lambda: with_op(viewed(), 0, "seen", pinned="draws random numbers"),
         lambda: with_op(viewed(), 0, "g", view=True),
+        lambda: with_storage(scaled(), 0, storages_of(region_of(scaled()), "table")[0], kind=ACTIVATION),
         lambda: with_op(viewed(), 0, "seen", overwrites=(value(viewed(), "f"),)),
     ],
     "bases": [two_on_one_storage, lambda: over_its_input(writes=False)],

@@ -167,7 +167,8 @@ def _views(graph: StepGraph, r: int) -> Iterator[str]:
             continue
         read = {region.values[v].storage for v in op.inputs}
         made = {region.values[v].storage for v in op.outputs} - read
-        if (made and op.inputs) or op.pinned or op.writes or op.overwrites or op.rerun is not None:
+        own = any(op.inputs or region.storages[s].kind is not StorageKind.RESIDENT for s in made)
+        if own or op.pinned or op.writes or op.overwrites or op.rerun is not None:
             yield op_name(region, index)
 
 
