@@ -327,6 +327,13 @@ def two_regions_and_loss(size: int = MIB, *, held: bool = True) -> StepGraph:
     return step(one, two, three)
 
 
+def passed_on(size: int = MIB) -> StepGraph:
+    """two_regions_and_loss() where region 1 hands out what it got too, and v was made in between, by no graph."""
+    graph = replace(two_regions_and_loss(size, held=False), outputs_held=True)
+    one = graph.regions[1]
+    return with_region(graph, 1, outputs=(*one.inputs[:1], *one.outputs), accumulated=(False, False))
+
+
 def read_twice(size: int = MIB) -> StepGraph:
     """The backward reads a as a view and as itself, with b between: what is made again first depends on that."""
     s = Sketch()
@@ -378,6 +385,7 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "scaled": scaled,
     "shared_gradient": shared_gradient,
     "two_regions_and_loss": two_regions_and_loss,
+    "passed_on": passed_on,
 }
 
 
@@ -582,13 +590,6 @@ def graphs_and_costs(draw: st.DrawFn, **limits: Any) -> tuple[StepGraph, CostTab
     pick = _picker(draw)
     graph = random_graph(pick, **limits)
     return graph, random_costs(pick, graph, unit=limits.get("unit", 100))
-
-
-@st.composite
-def kept_sets(draw: st.DrawFn, storages: frozenset[int]) -> set[int]:
-    """Strategy: any subset."""
-    pick = _picker(draw)
-    return {s for s in sorted(storages) if pick(0, 1)}
 
 
 def _picker(draw: st.DrawFn) -> Pick:

@@ -206,16 +206,12 @@ class _Program:
         """What was kept before this forward op fits beside what the forward itself holds."""
         live = 0
         terms: list[tuple[int, float]] = []
-        for index, node in enumerate(self.p.forward[: moment + 1]):
-            live += sum(self.p.nbytes[s] for s in node.outputs)
-            if index == moment:
-                dying = self.p.deaths[index]
-                live += node.working - next((self.p.nbytes[s] for s in node.overwrites if s in dying), 0)
-                break
-            for s in self.p.deaths[index]:
-                live -= self.p.nbytes[s]
-                if s in self.alive[0]:
-                    terms.append((self.alive[0][s], float(self.p.nbytes[s])))
+        for node, deaths in zip(self.p.forward[:moment], self.p.deaths, strict=False):
+            live += sum(self.p.nbytes[s] for s in node.outputs) - sum(self.p.nbytes[s] for s in deaths)
+            terms += [(self.alive[0][s], float(self.p.nbytes[s])) for s in deaths if s in self.alive[0]]
+        node, dying = self.p.forward[moment], self.p.deaths[moment]
+        live += sum(self.p.nbytes[s] for s in node.outputs)
+        live += node.working - next((self.p.nbytes[s] for s in node.overwrites if s in dying), 0)
         self.rows.add(terms, float(self.budget - live))
 
     def solve(self, gap: float, seconds: float, nodes: int) -> Solution:
