@@ -85,6 +85,12 @@ class Sketch:
         self.ops.append(Op(name, "view", (source,), (made,), backward=backward, view=True))
         return made
 
+    def constant(self, nbytes: int, name: str = "") -> int:
+        """What the graph itself holds: a view of nothing, there whenever it is asked for."""
+        made = self.new(nbytes, StorageKind.RESIDENT, name)
+        self.ops.append(Op(name, "constant", (), (made,), view=True))
+        return made
+
     def nbytes(self, value: int) -> int:
         return self.storages[self.values[value].storage].nbytes
 
@@ -321,6 +327,13 @@ def two_regions_and_loss(size: int = MIB, *, held: bool = True) -> StepGraph:
     return step(one, two, three)
 
 
+def passed_on(size: int = MIB) -> StepGraph:
+    """two_regions_and_loss() where region 1 hands out what it got too, and v was made in between, by no graph."""
+    graph = replace(two_regions_and_loss(size, held=False), outputs_held=True)
+    one = graph.regions[1]
+    return with_region(graph, 1, outputs=(*one.inputs[:1], *one.outputs), accumulated=(False, False))
+
+
 def read_twice(size: int = MIB) -> StepGraph:
     """The backward reads a as a view and as itself, with b between: what is made again first depends on that."""
     s = Sketch()
@@ -332,6 +345,20 @@ def read_twice(size: int = MIB) -> StepGraph:
     seen = s.view(a, "seen", backward=True)
     (back,) = s.op("back", (t, seen, b, a), (size,), backward=True)
     return step(s.done((out,), {w: back}))
+
+
+def scaled(size: int = MIB) -> StepGraph:
+    """x → f, which reads a constant → g; both backwards read the constant, one of them as a view."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    table = s.constant(4 * size, "table")
+    (f,) = s.op("f", (x, table), (size,))
+    (g,) = s.op("g", (f, w), (size,))
+    t = s.tangent(size, "t")
+    (bg,) = s.op("bg", (t, f, table), (size,), backward=True)
+    flat = s.view(table, "flat", backward=True)
+    (bf,) = s.op("bf", (bg, x, flat), (size,), backward=True)
+    return step(s.done((g,), {w: bf}))
 
 
 def shared_gradient(size: int = MIB) -> StepGraph:
@@ -355,8 +382,10 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "batch_norm": batch_norm,
     "dropout": dropout,
     "read_twice": read_twice,
+    "scaled": scaled,
     "shared_gradient": shared_gradient,
     "two_regions_and_loss": two_regions_and_loss,
+    "passed_on": passed_on,
 }
 
 
@@ -561,13 +590,6 @@ def graphs_and_costs(draw: st.DrawFn, **limits: Any) -> tuple[StepGraph, CostTab
     pick = _picker(draw)
     graph = random_graph(pick, **limits)
     return graph, random_costs(pick, graph, unit=limits.get("unit", 100))
-
-
-@st.composite
-def kept_sets(draw: st.DrawFn, storages: frozenset[int]) -> set[int]:
-    """Strategy: any subset."""
-    pick = _picker(draw)
-    return {s for s in sorted(storages) if pick(0, 1)}
 
 
 def _picker(draw: st.DrawFn) -> Pick:

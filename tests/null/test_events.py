@@ -6,7 +6,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from gradstow.ir import Deliver, Event, Free, RegionSchedule, Run, StepGraph, just_in_time, write_events
+from gradstow.ir import (
+    Deliver,
+    Event,
+    Free,
+    RegionSchedule,
+    Run,
+    StepGraph,
+    delivered_storages,
+    deliveries,
+    just_in_time,
+    write_events,
+)
 from graphs import (
     HAND_MADE,
     MIB,
@@ -17,6 +28,7 @@ from graphs import (
     dropout,
     elementwise,
     multi_output,
+    scaled,
     script,
     step,
     storages_of,
@@ -110,6 +122,9 @@ CASES = {
         "f bn g -bn.0",
         "bn bg -t -bn.0 bbn -bg.0 -f -bn.1 -bn.2 bf -bbn add -bg.1 -bf",
     ),
+    "a constant runs again where it is read, and is neither kept nor given back": Case(
+        scaled(), (), (), "table f g -f", "table f bg -t -f flat bf -bg"
+    ),
     "a pinned op is kept though nobody asked": Case(
         dropout(),
         ("mul",),
@@ -193,6 +208,47 @@ def test_plain_pytorch_hands_every_gradient_over_at_once() -> None:
     region = small_beside_large().regions[0]
     plan = write_events(region, {}, plain=True)
     assert [e.gradients for e in plan.backward if isinstance(e, Deliver)] == [(3,), (2,), (1,)]
+
+
+def test_small_gradients_that_come_last_leave_with_the_last_op() -> None:
+    region = small_beside_large().regions[0]
+    ops = list(region.ops)
+    ops[-2:] = ops[:-3:-1]  # bw before bv
+    plan = write_events(replace(region, ops=tuple(ops)), {})
+    assert plan.backward == script(replace(region, ops=tuple(ops)), "bg -t -f bw ^u,w -bg.1 -bw bv ^v -bg.0 -bv")
+
+
+def test_gradients_that_are_views_of_one_storage_leave_together() -> None:
+    """As the two halves of what one op makes for a packed pair of weights."""
+    s = Sketch()
+    x, w, v = s.resident(MIB, "x"), s.resident(MIB, "w"), s.resident(MIB, "v")
+    (f,) = s.op("f", (x, w, v), (MIB,))
+    t = s.tangent(MIB, "t")
+    (both,) = s.op("both", (t, x), (2 * MIB,), backward=True)
+    (more,) = s.op("more", (both, t), (MIB,), backward=True)
+    half = s.view(s.view(both, "flat", backward=True), "half", backward=True)
+    region = step(s.done((f,), {w: both, v: half, x: more}), grads_exist=True).regions[0]
+    assert deliveries(region) == {1: (1, 2), 2: (0,)}
+    assert delivered_storages(region, deliveries(region)) == {
+        1: storages_of(region, "both"),
+        2: storages_of(region, "more"),
+    }
+    plan = write_events(region, {})
+    backward = script(region, "both flat half ^w,v more ^x -t -both -more")
+    assert same(plan, replace(plan, backward=backward))
+
+
+def test_a_view_that_is_read_itself_and_through_another_runs_once() -> None:
+    s = Sketch()
+    x, w = s.resident(MIB, "x"), s.resident(MIB, "w")
+    (f,) = s.op("f", (x, w), (MIB,))
+    (g,) = s.op("g", (f,), (MIB,))
+    t = s.tangent(MIB, "t")
+    flat = s.view(f, "flat", backward=True)
+    half = s.view(flat, "half", backward=True)
+    (b,) = s.op("b", (t, flat, half), (MIB,), backward=True)
+    region = step(s.done((g,), {w: b})).regions[0]
+    assert write_events(region, {}).backward == script(region, "flat half b -t -f")
 
 
 def test_gradients_stay_where_the_inputs_cannot_pass_through() -> None:

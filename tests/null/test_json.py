@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from gradstow.errors import StalePlan
 from gradstow.ir import (
     CostTable,
+    Deliver,
     GraphBreak,
     OpCost,
     PlanData,
@@ -23,7 +24,7 @@ from gradstow.ir import (
     replay,
 )
 from gradstow.planner import make_plan
-from graphs import HAND_MADE, batch_norm, chain, costs_of, two_regions_and_loss
+from graphs import HAND_MADE, batch_norm, chain, costs_of, step, two_regions_and_loss
 
 
 def through_text(data: object) -> object:
@@ -47,11 +48,16 @@ def test_every_field_of_a_graph() -> None:
         device="cuda",
         reserve_bytes=6,
         optimizer_peak_bytes=7,
+        outputs_held=False,
         batch="(8, 3)float32",
         model="ResNet",
+        weights="(3, 8)float32",
         breaks=(GraphBreak("print", "model.py:3"),),
+        outside=("nms",),
+        outside_bytes=8,
         versions={"torch": "2.14.1"},
     )
+    assert all(getattr(graph, field.name) != field.default for field in fields(graph)), "a field that keeps its default"
     again = StepGraph.from_json(through_text(graph.to_json()))  # type: ignore[arg-type]
     assert again == graph
     assert again.fingerprint == graph.fingerprint
@@ -62,6 +68,13 @@ def test_every_field_of_a_graph() -> None:
 def test_schedules(name: str) -> None:
     regions = HAND_MADE[name]().regions
     schedule = Schedule(tuple(just_in_time(r, ()) for r in regions))
+    assert Schedule.from_json(through_text(schedule.to_json())) == schedule  # type: ignore[arg-type]
+
+
+def test_events_that_hand_gradients_over() -> None:
+    (region,) = step(*chain().regions, grads_exist=True).regions
+    schedule = Schedule((just_in_time(region, ()),))
+    assert Deliver((3,)) in schedule.regions[0].backward
     assert Schedule.from_json(through_text(schedule.to_json())) == schedule  # type: ignore[arg-type]
 
 

@@ -17,6 +17,7 @@ from graphs import (
     chain,
     dropout,
     elementwise,
+    scaled,
     storages_of,
     two_regions_and_loss,
     viewed,
@@ -132,6 +133,8 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
         lambda: with_storage(chain(), 0, 4, nbytes=-1),
         lambda: with_storage(chain(), 0, 4, plain_nbytes=-2),
         lambda: replace(chain(), reserve_bytes=-1),
+        lambda: replace(chain(), optimizer_peak_bytes=-1),
+        lambda: replace(chain(), outside_bytes=-1),
         lambda: replace(chain(), resident=Resident(batch=-1)),
     ],
     "forward-first": [lambda: reordered(chain(), "f3", "b3")],
@@ -167,6 +170,7 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
     "views": [
         lambda: with_op(viewed(), 0, "seen", pinned="draws random numbers"),
         lambda: with_op(viewed(), 0, "g", view=True),
+        lambda: with_storage(scaled(), 0, storages_of(region_of(scaled()), "table")[0], kind=ACTIVATION),
         lambda: with_op(viewed(), 0, "seen", overwrites=(value(viewed(), "f"),)),
     ],
     "bases": [two_on_one_storage, lambda: over_its_input(writes=False)],
@@ -220,6 +224,16 @@ def test_the_first_offender_is_named_with_its_place() -> None:
     with pytest.raises(SpecError, match=r"region 1: op 1 \(k: k\), which reads value 7 \(bh.1\)") as caught:
         check_graph(graph)
     assert (caught.value.rule, caught.value.region) == ("made-before-use", 1)
+
+
+def test_a_rule_goes_on_after_its_first_offender() -> None:
+    graph = with_storage(two_regions_and_loss(), 1, 0, origin=(0, 99))
+    f = storages_of(region_of(graph, 1), "h")[0]
+    graph = with_storage(graph, 1, f, origin=storage_origin("g"))
+    assert list(GRAPH_RULES["origins"].broken(graph, 1)) == [
+        "storage 0 with origin (0, 99)",
+        f"storage {f} (activation, origin {storage_origin('g')})",
+    ]
 
 
 @pytest.mark.parametrize("name", HAND_MADE)

@@ -222,7 +222,10 @@ class _Builder:
         backward = node in self.backward
         inputs = tuple(dict.fromkeys(self.value_ids[n] for n in node.all_input_nodes))
         read = {self.values[v].storage for v in inputs}
-        outputs = self._make_outputs(node, StorageKind.GRADIENT if backward else StorageKind.ACTIVATION)
+        kind = StorageKind.GRADIENT if backward else StorageKind.ACTIVATION
+        if node.op == "get_attr":  # a constant of the graph, which the graph itself holds
+            kind = StorageKind.RESIDENT
+        outputs = self._make_outputs(node, kind)
         made = {self.values[v].storage for v in outputs} - read
         view = bool(outputs) and not made and not _writes(node)
         return Op(

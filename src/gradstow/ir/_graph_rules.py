@@ -67,8 +67,13 @@ def _sizes(graph: StepGraph, r: int) -> Iterator[str]:
             yield f"storage {index} of {storage.nbytes} bytes (plain {storage.plain_nbytes})"
     resident = graph.resident
     parts = (resident.parameters, resident.buffers, resident.gradients, resident.optimizer, resident.batch)
-    if min(*parts, graph.reserve_bytes, graph.optimizer_peak_bytes) < 0:
-        yield f"{resident}, reserve {graph.reserve_bytes}, optimizer {graph.optimizer_peak_bytes}"
+    rooms = {
+        "reserve": graph.reserve_bytes,
+        "optimizer": graph.optimizer_peak_bytes,
+        "outside": graph.outside_bytes,
+    }
+    if min(*parts, *rooms.values()) < 0:
+        yield f"{resident}, " + ", ".join(f"{name} {nbytes}" for name, nbytes in rooms.items())
 
 
 def _forward_first(graph: StepGraph, r: int) -> Iterator[str]:
@@ -162,7 +167,8 @@ def _views(graph: StepGraph, r: int) -> Iterator[str]:
             continue
         read = {region.values[v].storage for v in op.inputs}
         made = {region.values[v].storage for v in op.outputs} - read
-        if (made and op.inputs) or op.pinned or op.writes or op.overwrites or op.rerun is not None:
+        own = any(op.inputs or region.storages[s].kind is not StorageKind.RESIDENT for s in made)
+        if own or op.pinned or op.writes or op.overwrites or op.rerun is not None:
             yield op_name(region, index)
 
 

@@ -49,9 +49,7 @@ def frontier(
     for number, budget in enumerate(budgets[1:], 1):
         if progress is not None:
             progress(number, len(budgets))
-        last = number == len(budgets) - 1
-        hint = least.outcome if last else None
-        point, moments = _next(problem, stages, budget, found[-1], hint, effort, moments)
+        point, moments = _next(problem, stages, budget, found[-1], least.outcome, effort, moments)
         found.append(point)
     found = _monotone(problem, found, effort)
     if progress is not None:
@@ -70,21 +68,22 @@ def _next(
     stages: Stages,
     budget: int,
     above: _Point,
-    hint: Outcome | None,
+    least: Outcome,
     effort: Effort,
     moments: frozenset[int],
 ) -> tuple[_Point, frozenset[int]]:
     """The point of the next lower budget. The one above, mended, stands where the search finds none."""
-    found = search(problem, stages, budget, replace(effort, rounds=max(effort.rounds // 2, 1)), moments=moments)
+    found = search(problem, stages, budget, replace(effort, rounds=(effort.rounds + 1) // 2), moments=moments)
+    hint = least if budget == least.peak_bytes else None
     candidates = [found.outcome, settle(problem, above.outcome, budget, effort), hint]
     fitting = [o for o in candidates if o is not None and o.peak_bytes <= budget]
     if not fitting:
         found = search(problem, stages, budget, effort)
         fitting = [found.outcome] if found.outcome is not None else []
     best = min(fitting, key=lambda o: o.seconds, default=None)
-    if best is None:  # the smallest peak fits every budget
-        best = minimum(problem, stages, effort).outcome
-    carried = frozenset(sorted(found.moments)[:_CARRIED]) if len(found.moments) <= _CARRIED else frozenset()
+    if best is None:  # the smallest peak fits every budget, and may use the room
+        best = improve(problem, least, budget, work=effort.moves)
+    carried = frozenset(found.moments) if len(found.moments) <= _CARRIED else frozenset[int]()
     return _Point(budget, best, max(found.bound, above.bound)), carried
 
 

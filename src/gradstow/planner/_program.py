@@ -15,7 +15,7 @@ schedule has one. Moments are added where a solution, followed, exceeds the budg
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -208,19 +208,17 @@ class _Program:
         """What was kept before this forward op fits beside what the forward itself holds."""
         live = 0
         terms: list[tuple[int, float]] = []
-        for index, node in enumerate(self.p.forward[: moment + 1]):
-            if not node.lazy:  # it may not run
-                live += sum(self.p.nbytes[s] for s in node.outputs)
-            if index == moment:
-                dying = self.p.deaths[index]
-                live += 0 if node.lazy else node.working
-                live -= next((self.p.nbytes[s] for s in node.overwrites if s in dying), 0)
-                break
-            for s in self.p.deaths[index]:
-                if not self.p.forward[self.p.maker[s]].lazy:
-                    live -= self.p.nbytes[s]
-                if s in self.alive[0]:
-                    terms.append((self.alive[0][s], float(self.p.nbytes[s])))
+        lazy = {s for index in self.p.lazy for s in self.p.forward[index].outputs}  # these may not be made at all
+
+        def weigh(storages: Iterable[int]) -> int:
+            return sum(self.p.nbytes[s] for s in storages if s not in lazy)
+
+        for node, deaths in zip(self.p.forward[:moment], self.p.deaths, strict=False):
+            live += weigh(node.outputs) - weigh(deaths)
+            terms += [(self.alive[0][s], float(self.p.nbytes[s])) for s in deaths if s in self.alive[0]]
+        node, dying = self.p.forward[moment], self.p.deaths[moment]
+        live += weigh(node.outputs) + (0 if node.lazy else node.working)
+        live -= next((self.p.nbytes[s] for s in node.overwrites if s in dying), 0)
         self.rows.add(terms, float(self.budget - live))
 
     def solve(self, gap: float, seconds: float, nodes: int) -> Solution:
