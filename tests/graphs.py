@@ -18,6 +18,7 @@ from gradstow.ir import (
     Free,
     Op,
     OpCost,
+    PlainForm,
     Region,
     Rerun,
     Resident,
@@ -399,9 +400,11 @@ class _Grower:
     pick: Pick
     sketch: Sketch
     unit: int
+    encodes: bool
     pool: list[int] = field(default_factory=list)
     grads: dict[int, int] = field(default_factory=dict)
     made: int = 0
+    decoded: dict[int, int] = field(default_factory=dict)
 
     def chance(self, percent: int) -> bool:
         return self.pick(1, 100) > 100 - percent
@@ -433,7 +436,15 @@ class _Grower:
                 sources = list(dict.fromkeys([self.pool[-1], *sources]))
             kinds = (self._plain, self._plain, self._plain, self._elementwise, self._elementwise, self._several)
             kind = [*kinds, self._view, self._pinned, self._again][self.pick(0, 8)]
-            self.pool += kind(s, sources)
+            made = kind(s, sources)
+            self.pool += made
+            if self.encodes and kind != self._view and self.chance(20):
+                self._encode(s, made[0])
+
+    def _encode(self, s: Sketch, value: int) -> None:
+        """Something smaller of a value, and a value again of that, for the backward to read in its place."""
+        (code,) = s.op(self.name("encode"), (value,), (self.size() // 2,), lazy=True)
+        (self.decoded[value],) = s.op(self.name("decode"), (code,), (s.nbytes(value),), lazy=True)
 
     def _plain(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
         return s.op(self.name("op"), sources, (self.size(),))
@@ -503,8 +514,11 @@ class _Grower:
                 self._give(v, same[0])
                 continue
             over = tuple(same) if self.chance(50) else ()
-            reads = (*arriving, *saved)
-            self._give(v, *s.op(self.name("back"), reads, (s.nbytes(v),), backward=True, overwrites=over))
+            name, plain = self.name("back"), None
+            if any(u in self.decoded for u in saved):
+                plain = PlainForm((*arriving, *saved), f"{s.name} {name}")
+            reads = (*arriving, *(self.decoded.get(u, u) for u in saved))
+            self._give(v, *s.op(name, reads, (s.nbytes(v),), backward=True, overwrites=over, plain=plain))
 
     def _give(self, value: int, grad: int) -> None:
         """One more gradient for a value: the first as it is, later ones added."""
@@ -520,10 +534,12 @@ class _Grower:
         return {v: self.grads[v] for v in self.sketch.inputs if v in self.grads}
 
 
-def _grow(pick: Pick, before: Sequence[Region], ops: int, unit: int, *, plain_sizes: bool) -> Region:
+def _grow(
+    pick: Pick, before: Sequence[Region], ops: int, unit: int, *, plain_sizes: bool, encodes: bool = True
+) -> Region:
     """One more region after ``before``, reading outputs of earlier ones."""
     s = Sketch(f"region {len(before)}")
-    g = _Grower(pick, s, unit)
+    g = _Grower(pick, s, unit, encodes)
     g.pool = [s.resident(g.size()) for _ in range(pick(1, 2))]
     for r, region in enumerate(before):
         crossing = {region.values[v].storage for v in region.outputs if v >= 0}
@@ -551,7 +567,7 @@ def random_graph(
         grown.append(_grow(pick, grown, ops, unit, plain_sizes=plain_sizes))
     outputs_held, last = bool(pick(0, 1)), len(grown) - 1
     if loss and regions > 1 and pick(0, 1):
-        region = _grow(pick, grown, 2, unit, plain_sizes=False)
+        region = _grow(pick, grown, 2, unit, plain_sizes=False, encodes=False)
         grown.append(replace(region, name="loss", managed=False, ops=_scoped(pick, region.ops)))
     grown = [replace(r, held=outputs_held and i >= last) for i, r in enumerate(grown)]
     return step(
@@ -578,7 +594,8 @@ def random_costs(pick: Pick, graph: StepGraph, *, unit: int = 100) -> CostTable:
     table: dict[str, OpCost] = {}
     for region in graph.regions:
         for op in region.ops:
-            for signature in (op.signature, "" if op.rerun is None else op.rerun.signature):
+            other = ["" if form is None else form.signature for form in (op.rerun, op.plain)]
+            for signature in (op.signature, *other):
                 if signature:
                     table[signature] = OpCost(pick(1, 100) / 1000, max(pick(-4, 4), 0) * unit)
     return CostTable(table, "cpu", 1)

@@ -36,7 +36,7 @@ def expected(ledger: Ledger) -> Account:
             if isinstance(event, Run):
                 op = graph.regions[r].ops[event.op]
                 again = backward and not op.backward
-                cost = costs.rerun(op) if again else costs.run(op)
+                cost = costs.rerun(op) if again else costs.plain(op) if ledger.plain else costs.run(op)
                 names.append((r, event.op, backward, again, cost.seconds))
     return names, during, ledger.after(), ledger.end(), max(during, default=0)
 

@@ -173,6 +173,13 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
         lambda: with_storage(scaled(), 0, storages_of(region_of(scaled()), "table")[0], kind=ACTIVATION),
         lambda: with_op(viewed(), 0, "seen", overwrites=(value(viewed(), "f"),)),
     ],
+    "lazy": [
+        lambda: with_op(chain(), 0, "f1", lazy=True),
+        lambda: with_op(chain(), 0, "f3", lazy=True),
+        lambda: with_op(chain(), 0, "b3", lazy=True),
+        lambda: with_op(viewed(), 0, "seen", lazy=True),
+        lambda: with_region(with_op(chain(), 0, "f3", lazy=True), 0, outputs=(), managed=False),
+    ],
     "bases": [two_on_one_storage, lambda: over_its_input(writes=False)],
     "writes": [
         lambda: with_op(batch_norm(), 0, "bn", rerun=None),

@@ -49,18 +49,24 @@ def followed(
     check_schedule(graph, schedule)
     timeline = replay(graph, schedule, costs)
     real = [m for m in timeline.moments if m.op < 0 or not graph.regions[m.region].ops[m.op].view]
-    return outcome, [m.during_bytes for m in real], timeline.recompute_seconds, timeline.peak_bytes
+    lazy = [m.seconds for m in real if m.op >= 0 and not m.backward and graph.regions[m.region].ops[m.op].lazy]
+    return outcome, [m.during_bytes for m in real], timeline.recompute_seconds + sum(lazy), timeline.peak_bytes
+
+
+def moments(outcome: Outcome) -> list[int]:
+    """Without what does not run."""
+    return [nbytes for index, nbytes in enumerate(outcome.during) if index not in outcome.idle]
 
 
 def same(outcome: Outcome, during: list[int], seconds: float, peak: int) -> bool:
-    return outcome.during == during and outcome.peak_bytes == peak and abs(outcome.seconds - seconds) < 1e-9
+    return moments(outcome) == during and outcome.peak_bytes == peak and abs(outcome.seconds - seconds) < 1e-9
 
 
 def covers(outcome: Outcome, during: list[int], seconds: float, peak: int) -> bool:
     """Never below the replay, at any moment."""
     return (
-        len(outcome.during) == len(during)
-        and all(a >= b for a, b in zip(outcome.during, during, strict=True))
+        len(moments(outcome)) == len(during)
+        and all(a >= b for a, b in zip(moments(outcome), during, strict=True))
         and outcome.peak_bytes >= peak
         and abs(outcome.seconds - seconds) < 1e-9
     )

@@ -172,6 +172,16 @@ def _views(graph: StepGraph, r: int) -> Iterator[str]:
             yield op_name(region, index)
 
 
+def _lazy(graph: StepGraph, r: int) -> Iterator[str]:
+    region = graph.regions[r]
+    lazy = {v for op in region.ops if op.lazy for v in op.outputs}
+    for index, op in enumerate(region.ops):
+        reads = not (op.lazy or op.backward) and lazy.intersection(op.inputs)
+        alone = op.lazy and (op.backward or op.view or op.scope >= 0 or not region.managed)
+        if reads or alone or (op.lazy and lazy.intersection(op.outputs) & set(region.outputs)):
+            yield op_name(region, index)
+
+
 def _bases(graph: StepGraph, r: int) -> Iterator[str]:
     region = graph.regions[r]
     for index, op in enumerate(region.ops):
@@ -263,6 +273,7 @@ GRAPH_RULES: dict[str, GraphRule] = {
     "one-maker": GraphRule("a storage is made by one op; others put values on it only if they read it", _one_maker),
     "origins": GraphRule("a boundary storage, and no other, comes out of an earlier region, once", _origins),
     "views": GraphRule("a view makes no storage of its own (a constant's is resident) and has no effects", _views),
+    "lazy": GraphRule("a lazy op is in the forward of a managed region, which reads nothing of it", _lazy),
     "bases": GraphRule("an op that is no view makes one value per storage, over an input only if it writes it", _bases),
     "writes": GraphRule("only what comes from outside is changed in place, by an op that never runs twice", _writes),
     "overwrites": GraphRule("an op may write over inputs of its first output's size, in its own form", _overwrites),
