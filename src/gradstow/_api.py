@@ -11,7 +11,7 @@ import torch
 from gradstow._errors import CaptureError, GradstowError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
-from gradstow._planning import PolicyLike, Progress, capture_step, plan_step, price
+from gradstow._planning import PolicyLike, Progress, capture_step, plan_step, price, with_room
 from gradstow._stow import MAX_PLANS, plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
@@ -144,6 +144,7 @@ def frontier(
         raise GradstowError(f"a frontier needs at least two points, not points={points}.")
     graph = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
     costs = price(graph, progress=progress)
+    graph = with_room(graph, costs)
     say = None if progress is None else lambda done, total: progress("plan", done, total)
     plans, proven = find_frontier(graph, costs, points=points, kind=Plan, progress=say)
     return Frontier(tuple(p for p in plans if isinstance(p, Plan)), proven)

@@ -9,9 +9,14 @@ the passes for the statistics (measured on CPU: a quarter of the time).
 decides the order of the random numbers. (``aten.bernoulli.p`` draws a contiguous one.)
 ``gradstow::masked_scale`` applies it inside the memory of its result, where the product of a float and a bool
 tensor would take a float copy of the mask on top.
+
+``gradstow::recurrent_step`` runs an LSTM, GRU or RNN forward and backward and returns nothing, so that its working
+memory is all that the call needs in a training step. Only the cost table calls it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -21,6 +26,10 @@ _LIBRARY = torch.library.Library("gradstow", "DEF")
 _LIBRARY.define("batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor")
 _LIBRARY.define("keep_mask(Tensor x, float keep) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _LIBRARY.define("masked_scale(Tensor x, Tensor mask, float scale) -> Tensor")
+_LIBRARY.define(
+    "recurrent_step(str kind, Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, float dropout, "
+    "bool train, bool both_ways, bool batch_first) -> ()"
+)
 
 
 def _batch_norm_apply(
@@ -45,9 +54,22 @@ def _masked_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Te
     return mask.to(x.dtype).mul_(scale).mul_(x)
 
 
+def _recurrent_step(
+    kind: str, x: torch.Tensor, states: list[torch.Tensor], weights: list[torch.Tensor], *options: Any
+) -> None:
+    with torch.enable_grad():
+        x, states, weights = x.detach(), [s.detach() for s in states], [w.detach() for w in weights]
+        for tensor in (x, *states, *weights):
+            tensor.requires_grad_()
+        given = tuple(states) if kind == "lstm" else states[0]
+        outputs = getattr(torch, kind)(x, given, weights, *options)
+        torch.autograd.grad(outputs, [x, *states, *weights], [torch.ones_like(o) for o in outputs])
+
+
 _LIBRARY.impl("batch_norm_apply", _batch_norm_apply, "CompositeExplicitAutograd")
 _LIBRARY.impl("keep_mask", _keep_mask, "CompositeExplicitAutograd")
 _LIBRARY.impl("masked_scale", _masked_scale, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrent_step", _recurrent_step, "CompositeImplicitAutograd")
 batch_norm_apply = torch.ops.gradstow.batch_norm_apply.default
 keep_mask = torch.ops.gradstow.keep_mask.default
 masked_scale = torch.ops.gradstow.masked_scale.default

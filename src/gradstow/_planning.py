@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ def plan_graph(
     if budget is not None and budget.total_bytes is not None:
         limit = min(limit, budget.total_bytes)
     costs = price(graph, limit, progress, profile)
+    graph = with_room(graph, costs)
     say("plan", 0, 1)
     result = make_plan(
         graph,
@@ -94,12 +96,18 @@ def plan_graph(
     return result
 
 
+def with_room(graph: StepGraph, costs: CostTable) -> StepGraph:
+    """Room for what fused kernels outside of any graph really take, where autograd shows less."""
+    more = sum(max(0, costs.costs[text].working_bytes - kept) for text, kept in graph.outside_calls)
+    return replace(graph, outside_bytes=graph.outside_bytes + more, outside_calls=()) if graph.outside_calls else graph
+
+
 def _silent(_stage: str, _done: int, _total: int) -> None:
     pass
 
 
 def _signatures(graph: StepGraph) -> list[str]:
-    found: dict[str, None] = {}
+    found: dict[str, None] = dict.fromkeys(text for text, _ in graph.outside_calls)
     for region in graph.regions:
         for op in region.ops:
             if not op.view:

@@ -21,7 +21,7 @@ from gradstow.capture import (
     batch_signature,
     device_of,
     first_line,
-    graph_breaks,
+    listen,
     recorded_graph,
     see,
     storage_key,
@@ -155,18 +155,18 @@ class _Recording:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._source.start()
         try:
-            with graph_breaks() as breaks:
+            with listen() as heard:
                 output = self._executor(module, args, kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise CaptureError(
                 f"{type(module).__name__} cannot be captured: {inner_error(error)}. It trains as plain PyTorch; "
                 "stow the parts that do not contain what fails."
             ) from error
-        self._breaks += tuple(b for b in breaks() if b not in self._breaks)
+        self._breaks += tuple(b for b in heard.breaks() if b not in self._breaks)
         if not self._source.log.order:
             reasons = "; ".join(b.reason for b in self._breaks) or "PyTorch's tracer leaves it out"
             raise _nothing_captured(module, reasons)
-        self._seen = see(module, (args, kwargs), output, self._breaks)
+        self._seen = see(module, (args, kwargs), output, self._source.log, self._breaks, tuple(heard.calls))
         return output
 
     @property

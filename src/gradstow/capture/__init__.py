@@ -1,6 +1,7 @@
 """torch → StepGraph. With ``execute`` the only room that may use private torch APIs."""
 
 from gradstow.capture._backend import aot, aten_names, boxed, call_module, compile_settings, fresh_function
+from gradstow.capture._breaks import end_of, listen
 from gradstow.capture._capture import (
     RehearsalFailed,
     Seen,
@@ -10,19 +11,19 @@ from gradstow.capture._capture import (
     device_of,
     find_loss,
     first_line,
-    graph_breaks,
     recorded_graph,
     resident_bytes,
     see,
     weights_signature,
 )
+from gradstow.capture._cut import cut
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
-from gradstow.capture._rehearse import compiled_nodes, storage_key
+from gradstow.capture._rehearse import compiled_nodes
 from gradstow.capture._rerun import OutputRef, rerun_call
-from gradstow.capture._tree import batch_signature, tensors
+from gradstow.capture._tree import batch_signature, storage_key, tensors
 
 __all__ = [
     "CompiledGraph",
@@ -44,13 +45,15 @@ __all__ = [
     "compile_settings",
     "compiled_nodes",
     "copy_graph",
+    "cut",
     "device_of",
+    "end_of",
     "find_loss",
     "fingerprint",
     "first_line",
     "fresh_function",
-    "graph_breaks",
     "is_tangent",
+    "listen",
     "normalize",
     "overwriting_call",
     "recorded_graph",

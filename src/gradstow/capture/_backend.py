@@ -139,6 +139,7 @@ def compile_settings() -> Iterator[None]:
         "recompile_limit": 256,
         "accumulated_recompile_limit": 4096,
         "suppress_errors": False,
+        "allow_rnn": True,  # graphs are cut around them
         "trace_numpy": False,  # traced NumPy would freeze its random numbers into constants
         # a warning in the model's forward must not cut the graph in two
         _IGNORE: _logging_functions() | set(getattr(torch._dynamo.config, _IGNORE)),

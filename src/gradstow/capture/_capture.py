@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +12,15 @@ import torch
 
 from gradstow._errors import CaptureError, GradstowError
 from gradstow.capture._backend import call_module, compile_settings, fresh_function
+from gradstow.capture._breaks import Listener, listen
 from gradstow.capture._fake_memory import FakeMemory
 from gradstow.capture._fakes import Fakes, same_randomness
 from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._normalize import normalize
 from gradstow.capture._outside import outside_ops
 from gradstow.capture._region import JointGraph, build_region, fingerprint
-from gradstow.capture._rehearse import Recorder, storage_key
-from gradstow.capture._tree import batch_signature, tensors
+from gradstow.capture._rehearse import Recorder
+from gradstow.capture._tree import batch_signature, storage_key, tensors
 from gradstow.ir import GraphBreak, Region, Resident, StepGraph
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -60,9 +60,9 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
     """
     device = device_of(model)
     fakes = Fakes()
-    with same_randomness(), compile_settings(), graph_breaks() as breaks:
+    with same_randomness(), compile_settings(), listen() as heard:
         try:
-            return _rehearse(model, step, fakes, device, breaks)
+            return _rehearse(model, step, fakes, device, heard)
         except GradstowError:
             raise
         except Exception as error:
@@ -74,9 +74,7 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
             ) from error
 
 
-def _rehearse(
-    model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: Callable[[], tuple[GraphBreak, ...]]
-) -> StepGraph:
+def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, heard: Listener) -> StepGraph:
     twin = fakes.model(model)
     recorder = Recorder([p for p in twin.parameters() if p.requires_grad], device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
@@ -84,13 +82,13 @@ def _rehearse(
         compiled = recorder.compile(fresh_function(call_module))
         rehearsed = _Rehearsed(compiled, twin)
         output = step.call(rehearsed, inputs)
-        names, room = outside_ops(output, _resident_keys(twin, (inputs, batch)))
+        names, room = outside_ops(output, _resident_keys(twin, (inputs, batch)), recorder.log.received)
         loss = find_loss(output) if step.loss is None and not step.outputs_held else None
         if loss is not None:  # the loop drops the output, but backward() is called on the loss
             room += loss.untyped_storage().nbytes()
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
-    seen = Seen(rehearsed.called_with, reserve, (names, room), breaks())
+    seen = Seen(rehearsed.called_with, reserve, (names, room), heard.breaks(), tuple(heard.calls))
     return _step_graph(model, step, recorder.log, seen, optimizer)
 
 
@@ -103,18 +101,27 @@ class Seen:
         reserve_bytes: room for a loss that is not known.
         outside: names of ops outside of any graph, and the room for them in bytes.
         breaks: why graphs ended.
+        calls: fused kernels outside of any graph, see ``StepGraph.outside_calls``.
     """
 
     batch: str
     reserve_bytes: int
     outside: tuple[tuple[str, ...], int]
     breaks: tuple[GraphBreak, ...]
+    calls: tuple[tuple[str, int], ...] = ()
 
 
-def see(model: torch.nn.Module, inputs: Any, output: Any, breaks: tuple[GraphBreak, ...]) -> Seen:
+def see(
+    model: torch.nn.Module,
+    inputs: Any,
+    output: Any,
+    log: StepLog,
+    breaks: tuple[GraphBreak, ...],
+    calls: tuple[tuple[str, int], ...],
+) -> Seen:
     """Look at a real forward, before its backward."""
-    outside = outside_ops(output, _resident_keys(model, inputs))
-    return Seen(batch_signature(inputs), loss_reserve(output), outside, breaks)
+    outside = outside_ops(output, _resident_keys(model, inputs), log.received)
+    return Seen(batch_signature(inputs), loss_reserve(output), outside, breaks, calls)
 
 
 def _resident_keys(model: torch.nn.Module, inputs: Any) -> set[int]:
@@ -165,6 +172,7 @@ def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, op
         breaks=seen.breaks,
         outside=seen.outside[0],
         outside_bytes=seen.outside[1],
+        outside_calls=seen.calls,
         versions={"torch": torch.__version__},
     )
 
@@ -352,20 +360,6 @@ def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
         gradients=count(p.grad for p in model.parameters()),
         batch=count(tensors(batch)),
     )
-
-
-@contextlib.contextmanager
-def graph_breaks() -> Iterator[Callable[[], tuple[GraphBreak, ...]]]:
-    """Gives a function that tells Dynamo's graph breaks since entry."""
-    from torch._dynamo.utils import counters  # its own record of why graphs end
-
-    before = dict(counters["graph_break"])
-
-    def since() -> tuple[GraphBreak, ...]:
-        new = [r for r, times in counters["graph_break"].items() if times > before.get(r, 0)]
-        return tuple(GraphBreak(reason=_first_line_of(str(r)), source="") for r in new)
-
-    yield since
 
 
 def first_line(error: BaseException) -> str:

@@ -11,15 +11,20 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradstow.capture._region import InputRole
+from gradstow.ir import GraphBreak
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledGraph:
-    """One graph that AOTAutograd made. A loop over blocks may run it many times in one step."""
+    """One graph that AOTAutograd made. A loop over blocks may run it many times in one step.
+
+    ``end`` is the graph break behind it, if one ended it.
+    """
 
     joint: fx.GraphModule
     num_forward_outputs: int
     managed: bool = True
+    end: GraphBreak | None = None
 
 
 @dataclass
@@ -41,6 +46,7 @@ class StepLog:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.order: list[RegionRecord] = []
         self._parameters = {_ref(p) for p in parameters}
+        self._received: dict[StorageWeakRef, int] = {}  # storages that no graph made → bytes
         self._made: dict[StorageWeakRef, tuple[int, int]] = {}  # storage → (region, output) that made it
         self._saved_by: dict[StorageWeakRef, int] = {}  # storage → region whose forward made it
 
@@ -68,6 +74,11 @@ class StepLog:
         """Whether a backward of the model has run, so that there is something to plan."""
         return any(r.ran_backward and r.compiled.managed for r in self.order)
 
+    @property
+    def received(self) -> dict[int, int]:
+        """Storage → bytes of what graphs took in and no graph made: weights, batch, what ran outside."""
+        return {ref.cdata: nbytes for ref, nbytes in self._received.items()}
+
     def _record_of(self, graph: CompiledGraph, saved: Sequence[Any]) -> RegionRecord | None:
         """The run whose backward this is: the one that saved these tensors, else the last one still open."""
         runs = [i for i, r in enumerate(self.order) if r.compiled is graph and not r.ran_backward]
@@ -82,6 +93,7 @@ class StepLog:
         key = _ref(argument)
         if key in self._made:
             return InputRole(resident=False, origin=self._made[key])
+        self._received[key] = argument.untyped_storage().nbytes()
         return InputRole(accumulates=key in self._parameters or (argument.is_leaf and argument.requires_grad))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
 from gradstow.capture._inplace import overwritable
 from gradstow.capture._normalize import is_tangent
+from gradstow.capture._places import module_path, source_line
 from gradstow.capture._rerun import OutputRef, rerun_call
 from gradstow.ir import Op, Region, Rerun, Storage, StorageKind, Value
 
@@ -200,8 +200,8 @@ class _Builder:
             overwrites=tuple(self.value_ids[n] for n in overwritable(node)),
             rerun=self._rerun(node, outputs),
             signature="" if node.op == "get_attr" else signature(node),
-            module=_module_path(node),
-            source=_source_line(node),
+            module=module_path(node),
+            source=source_line(node),
         )
 
     def _make_outputs(self, node: fx.Node, kind: StorageKind) -> tuple[int, ...]:
@@ -339,27 +339,6 @@ def _without_dropout(node: fx.Node) -> bool:
             given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
             return given == 0.0
     return False
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])  # such as L['module'].layer1._modules['0'].conv1
-    path = re.sub(r"^L\['\w+'\]\.?", "", path).replace("._modules", "")
-    return re.sub(r"\['([^']*)'\]", r".\1", path).strip(".")
-
-
-_OURS = "gradstow/capture/"  # the call of the model, in traces of modules that torch itself wrote
-
-
-def _source_line(node: fx.Node) -> str:
-    trace = node.meta.get("stack_trace") or ""
-    places = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ") and _OURS not in line]
-    if not places:
-        return ""
-    file, line, *_ = places[-1].removeprefix("File ").split(", ")
-    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')}"
 
 
 def _layout(val: Any) -> str:

@@ -11,10 +11,20 @@ import torch
 from torch import fx
 
 from gradstow._errors import CaptureError
-from gradstow.capture import aot, call_module, compile_settings, compiled_nodes, copy_graph, fresh_function
+from gradstow.capture import (
+    aot,
+    call_module,
+    compile_settings,
+    compiled_nodes,
+    copy_graph,
+    cut,
+    end_of,
+    fresh_function,
+)
 from gradstow.execute._eager import generate
 from gradstow.execute._program import RegionProgram
 from gradstow.execute._sources import Source
+from gradstow.ir import GraphBreak
 
 _CHANGED = (
     "{name} was changed in place between the forward and the backward that needs it (version {now}, "
@@ -63,12 +73,15 @@ class Executor:
             return self._call(module, args, kwargs)
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        return cut(module, inputs, end_of(module), self._compile_part)
+
+    def _compile_part(self, module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None) -> Any:
         programs: list[RegionProgram] = []
 
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
             raw = copy_graph(joint)
             region, schedule = self.source.find(raw, num_fwd_outputs, begun=self._begun)
-            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.device)
+            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.device, end)
             programs.append(program)
             self.programs.append(program)
             return program.lowered.forward, _for_aot(program)

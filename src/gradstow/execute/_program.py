@@ -11,7 +11,7 @@ from torch import fx
 from gradstow._errors import CaptureError
 from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
-from gradstow.ir import Region, RegionSchedule, Run, StorageKind, write_events
+from gradstow.ir import GraphBreak, Region, RegionSchedule, Run, StorageKind, write_events
 
 Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 
@@ -21,6 +21,7 @@ class RegionProgram:
     """Compiled code of one region.
 
     ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``.
+    ``end`` is the graph break behind the region, if one ended it.
     """
 
     raw: fx.GraphModule
@@ -29,6 +30,7 @@ class RegionProgram:
     schedule: RegionSchedule
     generate: Generate
     device: str
+    end: GraphBreak | None = None
     forward: Callable[[list[Any]], Any] = field(init=False)
     lowered: Lowered = field(init=False)
     _backwards: dict[tuple[bool, ...], Callable[[list[Any]], Any]] = field(init=False, default_factory=dict)

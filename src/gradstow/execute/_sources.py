@@ -99,7 +99,8 @@ class Recorded:
         return boxed(run)
 
     def _graph(self, program: RegionProgram) -> CompiledGraph:
-        return self._graphs.setdefault(id(program), CompiledGraph(program.raw, program.num_forward_outputs))
+        graph = CompiledGraph(program.raw, program.num_forward_outputs, end=program.end)
+        return self._graphs.setdefault(id(program), graph)
 
 
 def store_all(raw: fx.GraphModule, num_outputs: int, device: str) -> tuple[Region, RegionSchedule]:

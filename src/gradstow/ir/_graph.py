@@ -168,6 +168,8 @@ class StepGraph:
         breaks: graph breaks, in order.
         outside: names of ops that ran outside of any graph and keep tensors for the backward.
         outside_bytes: room for them, counted from the start of the step to the end of its backward.
+        outside_calls: fused kernels that ran outside of any graph: the signature of their training step for the cost
+            table, and the part of ``outside_bytes`` that stands for what they keep.
         versions: torch and gradstow versions that captured it.
     """
 
@@ -184,6 +186,7 @@ class StepGraph:
     breaks: tuple[GraphBreak, ...] = ()
     outside: tuple[str, ...] = ()
     outside_bytes: int = 0
+    outside_calls: tuple[tuple[str, int], ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -210,6 +213,7 @@ class StepGraph:
             breaks=tuple(GraphBreak(**b) for b in data["breaks"]),
             outside=tuple(data["outside"]),
             outside_bytes=data["outside_bytes"],
+            outside_calls=tuple((text, nbytes) for text, nbytes in data["outside_calls"]),
             versions=dict(data["versions"]),
         )
 
