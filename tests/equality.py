@@ -56,6 +56,8 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return False
     if a.layout is torch.sparse_coo:  # the order of what is not yet summed up is part of it
         return a.is_coalesced() == b.is_coalesced() and all(map(same, _parts(a), _parts(b)))
+    if a.is_complex():
+        return same(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj()))
     if a.is_floating_point():
         nan = a.isnan()
         if not torch.equal(nan, b.isnan()):
