@@ -141,6 +141,14 @@ def _step_budget(graph: StepGraph, costs: CostTable, budget: Budget | None, prof
     return left
 
 
+def share_of(budget: Budget, plan: Plan) -> Budget:
+    """What the budget is of a planned step's plain need, as a percentage for a step of which nothing is known yet."""
+    if budget.percent is not None:
+        return budget
+    allowed = _step_budget(plan.graph, plan.costs, budget, None) or 0
+    return Budget(percent=min(100.0, max(1.0, 100 * allowed / max(1, plan.plain_step_peak_bytes))))
+
+
 def free_bytes(device: str) -> int:
     """Memory that is free on the device now, in bytes."""
     if device == "cuda":

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gradstow._errors import CaptureError
+from gradstow._errors import BudgetTooSmall, CaptureError
 from gradstow._plan import Plan
-from gradstow._planning import Progress, check_devices, plan_graph, plan_step
+from gradstow._planning import Progress, check_devices, plan_graph, plan_step, share_of
 from gradstow._units import Budget
 from gradstow.capture import (
     RehearsalFailed,
@@ -20,14 +20,19 @@ from gradstow.capture import (
     Step,
     batch_signature,
     device_of,
+    expose_parts,
     first_line,
     listen,
+    nothing_captured,
+    on_real_tensors,
     recorded_graph,
     see,
     storage_key,
 )
 from gradstow.execute import Executor, Planned, Recorded, UnknownGraph, inner_error
-from gradstow.ir import GraphBreak, StepGraph
+from gradstow.ir import GraphBreak, Region, RegionSchedule, StepGraph
+
+_RECORDS = 2  # a model whose graphs change after that is taken for one that always changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class Run:
         self._names = _Names(module)
         self._executors: dict[bool, Executor] = {}  # by whether gradients exist already
         self._recording: _Recording | None = None
+        self._records, self._said = 0, False
         self._lock = threading.RLock()
         self.last: Plan | None = None
 
@@ -63,7 +69,7 @@ class Run:
         if executor is None:
             return self._record(module, args, kwargs)
         try:
-            return self._execute(executor, module, args, kwargs)
+            return self._execute(executor, module, args, kwargs, fresh)
         except Exception as error:
             if not isinstance(inner_error(error), UnknownGraph) or _planned(executor).strict:
                 raise
@@ -75,13 +81,13 @@ class Run:
                     raise
         return self._record(module, args, kwargs, "the graph that really runs is not the one that was rehearsed")
 
-    def _execute(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _execute(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any, fresh: bool = False) -> Any:
         output = executor(module, args, kwargs)
         planned = {sum(r.managed for r in plan.graph.regions) for plan in _planned(executor).plans}
-        if not executor.ran:
-            raise _nothing_captured(module, "hooks, or code that PyTorch's tracer leaves out")
-        if executor.ran not in planned:  # the rest ran as plain PyTorch, outside of any graph
-            _planned(executor).outdated = True
+        if not executor.ran and fresh:
+            raise nothing_captured(module, ())
+        if executor.ran > max(planned):  # fewer need less: a layer was left out in this step
+            _planned(executor).grew = True
         return output
 
     def _executor(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Executor | None, bool]:
@@ -89,7 +95,7 @@ class Run:
         with self._lock:
             gradients = any(p.grad is not None for p in module.parameters())
             known = self._executors.get(gradients)
-            if known is not None and not _planned(known).outdated:
+            if known is not None and not self._outdated(module, _planned(known)):
                 return known, False
             if known is not None:
                 self._say_recorded(module, "other graphs than planned ran in the last step")
@@ -99,8 +105,35 @@ class Run:
             except RehearsalFailed as error:
                 self._say_recorded(module, f"it cannot run on fake tensors ({first_line(error)})")
                 return None, False
-            self._executors[gradients] = Executor(Planned(plan, strict=strict), self._names, plan.graph.device)
+            if plan.graph.parts:
+                expose_parts(module)
+            source = Planned(plan, strict=strict, alone=self._plan_alone)
+            self._executors[gradients] = Executor(source, self._names, plan.graph.device)
             return self._executors[gradients], True
+
+    def _outdated(self, module: torch.nn.Module, source: Planned) -> bool:
+        """Whether the next step has to be recorded: not for ever, where every step has graphs of its own."""
+        if source.unknown and self._records >= _RECORDS and not self._said:
+            self._said = True
+            warnings.warn(
+                f"gradstow: {type(module).__name__} runs other graphs from step to step. Each new one is planned "
+                "alone, for its share of the budget, which steps may exceed.",
+                stacklevel=2,
+            )
+        return source.grew or (source.unknown and self._records < _RECORDS)
+
+    def _plan_alone(self, region: Region) -> RegionSchedule:
+        """Plan a graph that turned up in the middle of a step."""
+        assert self.last is not None, "some plan's executor asks"
+        wishes, last = self.wishes, self.last
+        graph = replace(last.graph, regions=(region,), reserve_bytes=0, outside=(), outside_bytes=0)
+        with on_real_tensors():
+            budget = None if wishes.budget is None else share_of(wishes.budget, last)
+            try:
+                return plan_graph(graph, budget, wishes.policy).schedule.regions[0]
+            except BudgetTooSmall as error:  # as little as can be
+                budget = Budget(total_bytes=error.minimum_bytes)
+                return plan_graph(graph, budget, wishes.policy).schedule.regions[0]
 
     def _plan(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Plan, bool]:
         """A plan for this call, and whether nothing else may run."""
@@ -131,6 +164,7 @@ class Run:
         if why:
             self._say_recorded(module, why)
         check_devices(module, (args, kwargs))
+        self._records += 1
         self._executors.clear()
         self._recording = _Recording(module, self._names)
         return self._recording(module, args, kwargs)
@@ -164,8 +198,9 @@ class _Recording:
             ) from error
         self._breaks += tuple(b for b in heard.breaks() if b not in self._breaks)
         if not self._source.log.order:
-            reasons = "; ".join(b.reason for b in self._breaks) or "PyTorch's tracer leaves it out"
-            raise _nothing_captured(module, reasons)
+            if not expose_parts(module):
+                raise nothing_captured(module, self._breaks)
+            return output  # this step ran as plain PyTorch, and the next one is recorded
         self._seen = see(module, (args, kwargs), output, self._source.log, self._breaks, tuple(heard.calls))
         return output
 
@@ -176,13 +211,6 @@ class _Recording:
     def graph(self, module: torch.nn.Module, step: Step) -> StepGraph:
         assert self._seen is not None, "asked for only when complete"
         return recorded_graph(module, step, self._source.log, self._seen)
-
-
-def _nothing_captured(module: torch.nn.Module, reasons: str) -> CaptureError:
-    return CaptureError(
-        f"no part of {type(module).__name__} could be captured, so no budget can hold: {reasons}. It trains as plain "
-        "PyTorch; stow other parts of the model."
-    )
 
 
 def _planned(executor: Executor) -> Planned:

@@ -198,6 +198,7 @@ SPARSE: dict[str, Callable[[], nn.Module]] = {
     "padded": lambda: Words(padding_idx=3),
     "EmbeddingBag": lambda: Words(nn.EmbeddingBag, mode="sum"),
     "two lookups": Tied,
+    "adjacency": Graphed,
 }
 IDS = torch.tensor([[3, 5, 5, 0], [1, 3, 19, 7], [2, 2, 2, 2]])
 
@@ -205,20 +206,11 @@ IDS = torch.tensor([[3, 5, 5, 0], [1, 3, 19, 7], [2, 2, 2, 2]])
 @pytest.mark.usefixtures("guessed_costs")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", SPARSE)
-def test_sparse_gradients(kind: str, policy: str) -> None:
+def test_sparse_gradients_and_tensors(kind: str, policy: str) -> None:
     model = assert_equal_twins(SPARSE[kind], steps(lambda m, _: m(IDS).square().mean()), policy)
     plan = plan_of(model)
     assert plan is not None
     assert any("sparse" in b.reason for b in plan.graph.breaks)
-
-
-@pytest.mark.usefixtures("guessed_costs")
-def test_sparse_inputs_are_refused_by_name() -> None:
-    """PyTorch's tracer takes none, and no part of this model does without."""
-    model = gs.stow(Graphed(), policy="recompute-all")
-    with pytest.raises(gs.errors.CaptureError, match="sparse"):
-        model(IDS)
-    model(IDS).square().mean().backward()
 
 
 def test_sparse_gradients_stay_sparse() -> None:

@@ -1,7 +1,15 @@
 """torch → StepGraph. With ``execute`` the only room that may use private torch APIs."""
 
-from gradstow.capture._backend import aot, aten_names, boxed, call_module, compile_settings, fresh_function
-from gradstow.capture._breaks import end_of, listen
+from gradstow.capture._backend import (
+    aot,
+    aten_names,
+    boxed,
+    call_module,
+    compile_settings,
+    fresh_function,
+    on_real_tensors,
+)
+from gradstow.capture._breaks import is_whole_call, listen
 from gradstow.capture._capture import (
     RehearsalFailed,
     Seen,
@@ -11,6 +19,7 @@ from gradstow.capture._capture import (
     device_of,
     find_loss,
     first_line,
+    nothing_captured,
     recorded_graph,
     resident_bytes,
     see,
@@ -20,6 +29,7 @@ from gradstow.capture._cut import cut
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
+from gradstow.capture._parts import expose_parts, hide_parts, is_part
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import compiled_nodes
 from gradstow.capture._rerun import OutputRef, rerun_call
@@ -47,14 +57,19 @@ __all__ = [
     "copy_graph",
     "cut",
     "device_of",
-    "end_of",
+    "expose_parts",
     "find_loss",
     "fingerprint",
     "first_line",
     "fresh_function",
+    "hide_parts",
+    "is_part",
     "is_tangent",
+    "is_whole_call",
     "listen",
     "normalize",
+    "nothing_captured",
+    "on_real_tensors",
     "overwriting_call",
     "recorded_graph",
     "rerun_call",

@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from gradstow._ops import keep_mask, masked_scale
+from gradstow.capture._randomness import no_frozen_numbers
 
 aten = torch.ops.aten
 
@@ -42,12 +43,18 @@ def keep_scale(keep: float, dtype: torch.dtype) -> float:
     """What eager's ``bernoulli_(keep).div_(keep)`` holds where the mask is set, in ``dtype``."""
     if keep == 0:
         return 0.0
-    # the division runs outside of any fake mode, on one real number
+    with on_real_tensors():
+        return float(torch.ones((), dtype=dtype).div_(keep).item())
+
+
+@contextlib.contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Out of the modes in which torch traces."""
     with (
         torch._subclasses.fake_tensor.unset_fake_temporarily(),
         torch.utils._python_dispatch._disable_current_modes(),
     ):
-        return float(torch.ones((), dtype=dtype).div_(keep).item())
+        yield
 
 
 def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[..., Any], device: str) -> Any:
@@ -146,6 +153,7 @@ def compile_settings() -> Iterator[None]:
     }
     with (
         _quiet(),
+        no_frozen_numbers(),
         torch._dynamo.config.patch(**dynamo),
         # the backward runs outside of the user's autocast block, as PyTorch asks for; inside, it is refused
         torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"),

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from torch import fx
 from torch._dynamo.utils import counters, graph_break_reasons
 
-from gradstow.capture._cut import Heard, listener
+from gradstow.capture._backend import call_module
 from gradstow.capture._places import user_frame
 from gradstow.ir import GraphBreak
 
 
-class Listener(Heard):
-    """Hears of cuts, and looks up Dynamo's own record of why graphs end."""
+class Listener:
+    """Hears of cuts, and looks up Dynamo's own record of why graphs end.
+
+    Attributes:
+        cuts: where graphs were cut.
+        calls: for every call of a fused kernel outside of a graph its signature for the cost table, and the bytes
+            that autograd shows it to keep (which are not all).
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.cuts: list[GraphBreak] = []
+        self.calls: list[tuple[str, int]] = []
         self._counted, self._placed = dict(counters["graph_break"]), list(graph_break_reasons)
 
     def breaks(self) -> tuple[GraphBreak, ...]:
@@ -28,6 +36,9 @@ class Listener(Heard):
         new = [r for r, times in counters["graph_break"].items() if times > self._counted.get(r, 0)]
         found += [GraphBreak(_first_line(str(r)), "") for r in new if _first_line(str(r)) not in known]
         return tuple(dict.fromkeys(found + self.cuts))
+
+
+listener: ContextVar[Listener | None] = ContextVar("gradstow_listener", default=None)
 
 
 @contextlib.contextmanager
@@ -45,6 +56,13 @@ def end_of(module: fx.GraphModule) -> GraphBreak | None:
     """The graph break that ended a graph of Dynamo's, or None where the function ended."""
     reason = getattr(module, "compile_subgraph_reason", None)
     return _of(reason) if reason is not None and reason.graph_break else None
+
+
+def is_whole_call(module: fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo's is that of the model's whole call, so that nothing of it has run before."""
+    stack: Any = getattr(getattr(module, "compile_subgraph_reason", None), "user_stack", None)
+    code = call_module.__code__
+    return bool(stack) and (stack[0].filename, stack[0].name) == (code.co_filename, code.co_name)
 
 
 def _of(reason: Any) -> GraphBreak:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from gradstow.capture._fakes import Fakes, same_randomness
 from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._normalize import normalize
 from gradstow.capture._outside import outside_ops
+from gradstow.capture._parts import expose_parts, has_parts
 from gradstow.capture._region import JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import Recorder
 from gradstow.capture._tree import batch_signature, storage_key, tensors
@@ -47,6 +49,10 @@ class Step:
     outputs_held: bool = True
 
 
+class NothingCaptured(CaptureError):
+    """The tracer left out all of the model."""
+
+
 class RehearsalFailed(CaptureError):
     """The step cannot run on fake tensors; on real ones it may."""
 
@@ -59,10 +65,12 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
         CaptureError: where there is nothing to plan; the model is unchanged.
     """
     device = device_of(model)
-    fakes = Fakes()
     with same_randomness(), compile_settings(), listen() as heard:
         try:
-            return _rehearse(model, step, fakes, device, heard)
+            with same_randomness(), contextlib.suppress(NothingCaptured):
+                return _rehearse(model, step, Fakes(), device, heard)
+            heard.calls.clear()
+            return _rehearse(model, step, Fakes(), device, heard, parts=True)
         except GradstowError:
             raise
         except Exception as error:
@@ -74,8 +82,13 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
             ) from error
 
 
-def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, heard: Listener) -> StepGraph:
+def _rehearse(
+    model: torch.nn.Module, step: Step, fakes: Fakes, device: str, heard: Listener, parts: bool = False
+) -> StepGraph:
+    parts = parts or has_parts(model)
     twin = fakes.model(model)
+    if parts:
+        expose_parts(twin)
     recorder = Recorder([p for p in twin.parameters() if p.requires_grad], device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
     with fakes.mode:
@@ -89,7 +102,7 @@ def _rehearse(model: torch.nn.Module, step: Step, fakes: Fakes, device: str, hea
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
     seen = Seen(rehearsed.called_with, reserve, (names, room), heard.breaks(), tuple(heard.calls))
-    return _step_graph(model, step, recorder.log, seen, optimizer)
+    return replace(_step_graph(model, step, recorder.log, seen, optimizer), parts=parts)
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,7 @@ def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen)
             fakes.tensor(parameter)
         with fakes.mode:
             optimizer = _rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
-    return _step_graph(model, step, log, seen, optimizer)
+    return replace(_step_graph(model, step, log, seen, optimizer), parts=has_parts(model))
 
 
 def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int]) -> StepGraph:
@@ -180,10 +193,15 @@ def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, op
 def _check_recorded(model: torch.nn.Module, order: list[RegionRecord], breaks: tuple[GraphBreak, ...]) -> None:
     if any(r.compiled.managed for r in order):
         return
-    reasons = "; ".join(b.reason for b in breaks) or "no reason given"
-    raise CaptureError(
-        f"no part of {type(model).__name__} could be captured as a graph, so there is nothing to plan: {reasons}. "
-        "Stow sub-modules that do not contain the part that ends the graph."
+    raise nothing_captured(model, breaks)
+
+
+def nothing_captured(model: torch.nn.Module, breaks: tuple[GraphBreak, ...]) -> NothingCaptured:
+    """The error for a model of which no part can be planned."""
+    reasons = "; ".join(str(b) for b in breaks) or "hooks, or code that PyTorch's tracer leaves out"
+    return NothingCaptured(
+        f"no part of {type(model).__name__} could be captured, so no budget can hold: {reasons}. It trains as plain "
+        "PyTorch; stow sub-modules that do not contain what ends the graphs."
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from gradstow._signature import encode
+from gradstow.capture._breaks import end_of, is_whole_call, listener
 from gradstow.capture._normalize import copy_graph
 from gradstow.capture._outside import saved_after
 from gradstow.capture._places import module_path, user_line
+from gradstow.capture._uses import separate_uses
 from gradstow.ir import GraphBreak
 
 Compile = Callable[[fx.GraphModule, list[Any], GraphBreak | None], Callable[..., Any]]
@@ -31,29 +32,26 @@ _LOOKUPS = {
 }
 
 
-@dataclass
-class Heard:
-    """What a listener hears of cuts.
-
-    Attributes:
-        cuts: where graphs were cut.
-        calls: for every call of a fused kernel outside of a graph its signature for the cost table, and the bytes
-            that autograd shows it to keep (which are not all).
-    """
-
-    cuts: list[GraphBreak] = field(default_factory=list)
-    calls: list[tuple[str, int]] = field(default_factory=list)
-
-
-listener: ContextVar[Heard | None] = ContextVar("gradstow_listener", default=None)
-
-
-def cut(module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None, compile_part: Compile) -> Callable[..., Any]:
+def cut(module: fx.GraphModule, inputs: list[Any], compile_graph: Compile) -> Callable[..., Any]:
     """Compile a graph of Dynamo's, in parts where it holds what no captured graph may hold.
 
-    ``end`` is the break that ends the graph, if one does; ``compile_part`` gets a part, its inputs and what ends it.
+    ``compile_graph`` gets a part, its inputs and the graph break that ends it, if one does.
     """
-    why = _reasons(module)
+    why, end = _reasons(module), end_of(module)
+    mode: Any = torch._guards.detect_fake_mode(inputs)
+
+    def compile_part(part: fx.GraphModule, given: list[Any], end: GraphBreak | None) -> Callable[..., Any]:
+        part, expand = separate_uses(part, given, leaves=bool(why) or not is_whole_call(module))
+        if expand is None:
+            return compile_graph(part, given, end)
+        with torch.enable_grad():
+            compiled = compile_graph(part, expand([_fake(mode, item) for item in given]), end)
+
+        def call(*args: Any) -> Any:
+            return compiled(*expand(args))
+
+        return call
+
     if not why:
         return compile_part(module, inputs, end)
     number, numbers, outside = -1, {}, set()
@@ -69,7 +67,9 @@ def cut(module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None, compi
     _note(cuts.values())
     ends = {f"submod_{numbers[node] - 1}": found for node, found in reversed(cuts.items())}  # the first one ends it
     parts = split_module(module, None, lambda n: numbers[n], keep_original_order=True)
-    return _compile_parts(parts, inputs, {f"submod_{i}" for i in outside}, ends, end, compile_part)
+    return _compile_parts(
+        parts, [_fake(mode, item) for item in inputs], {f"submod_{i}" for i in outside}, ends, end, compile_part
+    )
 
 
 def _compile_parts(
@@ -81,9 +81,8 @@ def _compile_parts(
     compile_part: Compile,
 ) -> Callable[..., Any]:
     """Run the parts on Dynamo's fakes one after the other, which shows each what it really gets, and compile them."""
-    mode: Any = torch._guards.detect_fake_mode(inputs)
     places = parts.graph.find_nodes(op="placeholder")
-    env = {node: _fake(mode, item) for node, item in zip(places, inputs, strict=True)}
+    env = dict(zip(places, inputs, strict=True))
     for node in list(parts.graph.nodes):
         if node.op == "get_attr":
             env[node] = getattr(parts, node.target)
@@ -91,7 +90,7 @@ def _compile_parts(
             env[node] = env[node.args[0]][node.args[1]]
         elif node.op == "call_module":
             part, given = getattr(parts, node.target), [env[a] for a in node.args]
-            with mode, torch.enable_grad():
+            with torch._guards.detect_fake_mode(inputs) or contextlib.nullcontext(), torch.enable_grad():
                 env[node] = part(*given)
             if node.target in outside:
                 run = _plainly(part, given)

@@ -12,7 +12,6 @@ from torch._functorch.partitioners import default_partition
 from torch.utils._pytree import tree_leaves
 
 from gradstow.capture._backend import aot, boxed
-from gradstow.capture._breaks import end_of
 from gradstow.capture._cut import cut
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent
@@ -40,7 +39,7 @@ class Recorder:
         return torch.compile(function, backend=self._backend, dynamic=False)
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
-        return cut(module, inputs, end_of(module), self._compile_part)
+        return cut(module, inputs, self._compile_part)
 
     def _compile_part(self, module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None) -> Any:
         graphs: list[CompiledGraph] = []

@@ -18,8 +18,8 @@ from gradstow.capture import (
     compiled_nodes,
     copy_graph,
     cut,
-    end_of,
     fresh_function,
+    is_whole_call,
 )
 from gradstow.execute._eager import generate
 from gradstow.execute._program import RegionProgram
@@ -64,7 +64,7 @@ class Executor:
         self.programs: list[RegionProgram] = []
         self._name_of = name_of
         self.ran = 0  # planned graphs that ran in the last call
-        self._begun = False  # whether any graph ran in it
+        self._begun = False  # whether anything of the model ran in it
         self._call = torch.compile(fresh_function(call_module), backend=self._backend, dynamic=False)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -73,7 +73,8 @@ class Executor:
             return self._call(module, args, kwargs)
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
-        return cut(module, inputs, end_of(module), self._compile_part)
+        self._begun = self._begun or not is_whole_call(module)  # Python code of the model ran before it
+        return cut(module, inputs, self._compile_part)
 
     def _compile_part(self, module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None) -> Any:
         programs: list[RegionProgram] = []

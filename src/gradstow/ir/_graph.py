@@ -150,6 +150,9 @@ class GraphBreak:
     reason: str
     source: str
 
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.source})" if self.source else self.reason
+
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
@@ -170,6 +173,7 @@ class StepGraph:
         outside_bytes: room for them, counted from the start of the step to the end of its backward.
         outside_calls: fused kernels that ran outside of any graph: the signature of their training step for the cost
             table, and the part of ``outside_bytes`` that stands for what they keep.
+        parts: whether layers were captured on their own, because the code that calls them could not be.
         versions: torch and gradstow versions that captured it.
     """
 
@@ -187,6 +191,7 @@ class StepGraph:
     outside: tuple[str, ...] = ()
     outside_bytes: int = 0
     outside_calls: tuple[tuple[str, int], ...] = ()
+    parts: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -214,6 +219,7 @@ class StepGraph:
             outside=tuple(data["outside"]),
             outside_bytes=data["outside_bytes"],
             outside_calls=tuple((text, nbytes) for text, nbytes in data["outside_calls"]),
+            parts=data["parts"],
             versions=dict(data["versions"]),
         )
 
