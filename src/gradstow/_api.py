@@ -11,7 +11,7 @@ import torch
 from gradstow._errors import CaptureError, GradstowError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
-from gradstow._planning import PolicyLike, Progress, capture_step, plan_step, price, with_room
+from gradstow._planning import PolicyLike, Progress, capture_step, plan_step, price, users_errors, with_room
 from gradstow._stow import MAX_PLANS, plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
@@ -115,7 +115,8 @@ def plan(
     step = make_step(model, batch, loss, optimizer, forward, keep_output)
     search = replace(Effort.of(effort), interruptible=True)
     profile = None if device is None else find_profile(device)
-    return plan_step(model, step, wanted, policy, progress, search, profile)
+    with users_errors():
+        return plan_step(model, step, wanted, policy, progress, search, profile)
 
 
 def frontier(
@@ -142,7 +143,8 @@ def frontier(
     """
     if points < 2:
         raise GradstowError(f"a frontier needs at least two points, not points={points}.")
-    graph = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
+    with users_errors():
+        graph = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
     costs = price(graph, progress=progress)
     graph = with_room(graph, costs)
     say = None if progress is None else lambda done, total: progress("plan", done, total)
@@ -180,7 +182,8 @@ def verify(
     if made is None:
         wanted = parse_budget(budget) if budget is not None else None
         step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
-        made = plan_step(model, step, wanted, policy, progress)
+        with users_errors():
+            made = plan_step(model, step, wanted, policy, progress)
     call = forward or _default_forward(batch)
     return Proof(model, batch, call, loss, optimizer, steps, progress).check(made, rounds)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
-from gradstow.capture import Step, aten_names, capture, device_of, tensors
+from gradstow.capture import RehearsalFailed, Step, aten_names, capture, device_of, tensors
 from gradstow.cost import Profile, analytic_costs, measured_costs
 from gradstow.ir import CostTable, StepGraph
 from gradstow.planner import Effort, Policy, make_plan, plain_step_peak, smallest_peak
@@ -47,6 +47,20 @@ def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None =
     graph = capture(model, step)
     say("rehearse", 1, 1)
     return graph
+
+
+@contextlib.contextmanager
+def users_errors() -> Iterator[None]:
+    """An error that the model itself raises on purpose reaches the user as it is."""
+    own: Exception | None = None
+    try:
+        yield
+    except RehearsalFailed as error:
+        own = error.users_own
+        if own is None:
+            raise
+    if own is not None:
+        raise own
 
 
 def price(

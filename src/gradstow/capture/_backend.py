@@ -129,14 +129,18 @@ def _logging_functions() -> set[Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Dynamo's warnings about graph breaks and fakes: the plan's report lists them."""
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """No messages about graph breaks, which the plan's report lists, and about errors that come to the user anyway."""
+    before = {name: logging.getLogger(name).level for name in _LOUD}
+    for name, level in _LOUD.items():
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+_LOUD = {"torch._dynamo": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._normalize import normalize
 from gradstow.capture._outside import outside_ops
 from gradstow.capture._parts import expose_parts, has_parts
+from gradstow.capture._places import is_users
 from gradstow.capture._region import JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import Recorder
 from gradstow.capture._tree import batch_signature, storage_key, tensors
@@ -54,7 +56,12 @@ class NothingCaptured(CaptureError):
 
 
 class RehearsalFailed(CaptureError):
-    """The step cannot run on fake tensors; on real ones it may."""
+    """The step cannot run on fake tensors; on real ones it may.
+
+    ``users_own`` is an error that code outside of torch raised on purpose, which has nothing to do with fakes.
+    """
+
+    users_own: Exception | None = None
 
 
 def capture(model: torch.nn.Module, step: Step) -> StepGraph:
@@ -74,12 +81,25 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
         except GradstowError:
             raise
         except Exception as error:
-            raise RehearsalFailed(
+            failed = RehearsalFailed(
                 f"the training step of {type(model).__name__} cannot be rehearsed on fake tensors: "
                 f"{first_line(error)}. The model is unchanged and trains as plain PyTorch. "
                 "gs.stow(model, budget=...) records the first real step instead, or run the part that fails "
                 "outside of the stowed module."
-            ) from error
+            )
+            failed.users_own = error if _is_raised_by_user(error) else None
+            raise failed from error
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Whether a ``raise`` or an ``assert`` outside of torch and gradstow made it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not is_users(trace.tb_frame.f_code.co_filename):
+        return False
+    code = trace.tb_frame.f_code.co_code
+    return dis.opname[code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _rehearse(

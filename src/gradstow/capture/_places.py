@@ -10,8 +10,13 @@ from pathlib import Path
 import torch
 from torch import fx
 
-_OURS = str(Path(__file__).parent)  # the call of the model, in traces of modules that torch itself wrote
+_OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not file.startswith((_TORCH, _OURS))
 
 
 def module_path(node: fx.Node) -> str:
@@ -33,13 +38,13 @@ def source_line(node: fx.Node) -> str:
 def user_line(node: fx.Node) -> str:
     """``file.py:line`` of the innermost line outside of torch that made the node."""
     places = _places(node)
-    own = [place for place in places if not place[0].startswith(_TORCH)]
+    own = [place for place in places if is_users(place[0])]
     return _short(*(own or places)[-1]) if places else ""
 
 
 def user_frame(stack: Sequence[traceback.FrameSummary]) -> str:
     """``file.py:line`` of the innermost frame outside of torch and of us, or ""."""
-    own = [f for f in stack if not f.filename.startswith((_TORCH, _OURS))]
+    own = [f for f in stack if is_users(f.filename)]
     return _short(own[-1].filename, str(own[-1].lineno)) if own else ""
 
 

@@ -69,8 +69,13 @@ class Executor:
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._begun, self.ran = False, 0
-        with compile_settings():
-            return self._call(module, args, kwargs)
+        try:
+            with compile_settings():
+                return self._call(module, args, kwargs)
+        except torch._dynamo.exc.TorchRuntimeError:  # an op refuses its inputs
+            if self._begun:
+                raise
+            return module._call_impl(*args, **kwargs)  # with the op's own words
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
         self._begun = self._begun or not is_whole_call(module)  # Python code of the model ran before it
