@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import gradstow as gs
 from equality import differences, tight_budget, train
+from gradstow._stow import plan_of
 from models import BROKEN, CASES, Case, Skipped, broken_cases, first_four, rows
+from twins import POLICIES, assert_equal_twins, data, steps
 
 REASONS = {"break": "graph_break", "print": "builtin", "effect": "disable", "loop": "graph_break"}
 
@@ -67,3 +71,33 @@ def test_code_outside_of_any_graph_is_counted_and_listed(device: str) -> None:
     with gs.measure_peak(device) as memory:
         case.run(model, batch).backward()
     assert memory.peak_bytes <= plan.predicted_step_peak_bytes
+
+
+class LaterChanged(nn.Module):
+    """The first graph reads buffers that change later, in another graph and outside of any. Plain needs neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.register_buffer("scale", torch.ones(16))
+        self.register_buffer("shift", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x) * torch.exp(self.scale) + torch.sin(self.shift))
+        torch._dynamo.graph_break()
+        self.scale.mul_(0.9)
+        self.outside()
+        return self.last(torch.tanh(h) * (self.scale + 1))
+
+    @torch._dynamo.disable
+    def outside(self) -> None:
+        self.shift.add_(0.1)
+
+
+@pytest.mark.usefixtures("guessed_costs")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_buffer_that_a_later_part_changes(policy: str) -> None:
+    model = assert_equal_twins(LaterChanged, steps(lambda m, step: m(data(8, 16, seed=step)).square().mean()), policy)
+    plan = plan_of(model)
+    assert plan is not None
+    assert "reads what is changed before the backward" in {op.pinned for r in plan.graph.regions for op in r.ops}

@@ -188,7 +188,7 @@ def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, op
     last = max(i for i, r in enumerate(order) if r.compiled.managed)
     joints = [
         # the loss itself is always held: backward() is called on it
-        _describe(i, r, device, held=i > last or (i == last and step.outputs_held))
+        _describe(i, r, device, _changed(r, order), held=i > last or (i == last and step.outputs_held))
         for i, r in enumerate(order)
     ]
     return StepGraph(
@@ -319,7 +319,12 @@ def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str, *, make_gradi
     return sum(seen.values()), memory.peak_bytes
 
 
-def _describe(index: int, record: RegionRecord, device: str, *, held: bool) -> JointGraph:
+def _changed(record: RegionRecord, order: list[RegionRecord]) -> set[int]:
+    """Inputs that change before the backward of any run of this graph: its runs share their decisions."""
+    return set().union(*(r.changed for r in order if r.compiled is record.compiled))
+
+
+def _describe(index: int, record: RegionRecord, device: str, changed: set[int], *, held: bool) -> JointGraph:
     graph = record.compiled
     mask = record.mask if record.ran_backward else None
     module = normalize(graph.joint, mask)
@@ -333,6 +338,7 @@ def _describe(index: int, record: RegionRecord, device: str, *, held: bool) -> J
         held=held,
         managed=graph.managed,
         device=device,
+        changed=changed,
     )
 
 

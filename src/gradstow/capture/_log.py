@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +30,12 @@ class CompiledGraph:
 
 @dataclass
 class RegionRecord:
-    """One run of a graph within the step."""
+    """One run of a graph within the step. ``changed``: inputs that were changed in place between its two passes."""
 
     compiled: CompiledGraph
     roles: list[InputRole]
+    versions: list[tuple[weakref.ref[torch.Tensor], int] | None]
+    changed: set[int] = field(default_factory=set)
     mask: list[bool] = field(default_factory=list)
     ran_backward: bool = False
 
@@ -53,9 +56,11 @@ class StepLog:
     def forward(self, graph: CompiledGraph, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run a boxed forward and note it."""
         index = len(self.order)
-        self.order.append(RegionRecord(graph, [self._role(a) for a in args]))
+        self.order.append(RegionRecord(graph, [self._role(a) for a in args], [None] * len(args)))
+        given = [weakref.ref(a) if isinstance(a, torch.Tensor) else None for a in args]
         outside = {_ref(a) for a in args if isinstance(a, torch.Tensor)}
         outputs = call(args)
+        self.order[index].versions = [_version(ref) for ref in given]  # with the graph's own changes
         for position, item in enumerate(outputs):
             if isinstance(item, torch.Tensor) and _ref(item) not in outside:
                 self._saved_by[_ref(item)] = index
@@ -68,6 +73,9 @@ class StepLog:
         record = self._record_of(graph, saved)
         if record is not None:
             record.ran_backward, record.mask = True, list(mask)
+            record.changed = {
+                i for i, v in enumerate(record.versions) if v is not None and _version(v[0]) not in (v, None)
+            }
 
     @property
     def complete(self) -> bool:
@@ -95,6 +103,11 @@ class StepLog:
             return InputRole(resident=False, origin=self._made[key])
         self._received[key] = argument.untyped_storage().nbytes()
         return InputRole(accumulates=key in self._parameters or (argument.is_leaf and argument.requires_grad))
+
+
+def _version(ref: weakref.ref[torch.Tensor] | None) -> tuple[weakref.ref[torch.Tensor], int] | None:
+    tensor = None if ref is None else ref()
+    return None if ref is None or tensor is None else (ref, tensor._version)
 
 
 def _ref(tensor: torch.Tensor) -> StorageWeakRef:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,21 +75,31 @@ def build_region(
     held: bool = False,
     managed: bool = True,
     device: str = "cpu",
+    changed: Collection[int] = (),
 ) -> JointGraph:
-    """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from."""
+    """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from.
+
+    ``changed``: inputs that something else changes in place before the backward runs.
+    """
     built = _Builder(module, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
     ops = built.region.ops if managed else _scoped(built.region.ops, built.op_nodes)
+    late = {built.region.values[built.region.inputs[i]].storage for i in changed}
+    ops = _pin_readers(ops, built.region.values, late, "reads what is changed before the backward")
     return replace(built, region=replace(built.region, ops=ops, held=held, managed=managed))
 
 
 def _pin_readers_of_changed(ops: tuple[Op, ...], values: Sequence[Value]) -> tuple[Op, ...]:
     """Buffers that the forward changes (counters, moving averages) have other values when the backward runs."""
     changed = {s for op in ops if not op.backward for s in op.writes}
+    return _pin_readers(ops, values, changed, "reads what the forward changes")
+
+
+def _pin_readers(ops: tuple[Op, ...], values: Sequence[Value], changed: set[int], why: str) -> tuple[Op, ...]:
     result = []
     for op in ops:
         reads = op.inputs if op.rerun is None else op.rerun.inputs
         late = not op.backward and not op.view and any(values[v].storage in changed for v in reads)
-        result.append(replace(op, pinned="reads what the forward changes") if late and not op.pinned else op)
+        result.append(replace(op, pinned=why) if late and not op.pinned else op)
     return tuple(result)
 
 

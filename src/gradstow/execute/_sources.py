@@ -115,10 +115,16 @@ def store_all(raw: fx.GraphModule, num_outputs: int, device: str) -> tuple[Regio
 
 
 def lone_region(raw: fx.GraphModule, num_outputs: int, device: str) -> Region:
-    """A region of which nobody knows what comes before and after it: all its outputs may get gradients."""
+    """A region of which nobody knows what comes before and after it.
+
+    All its outputs may get gradients, and all its buffers may change before its backward.
+    """
     primals = [n for n in raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    vals = [n.meta.get("val") for n in primals]
+    buffers = [i for i, v in enumerate(vals) if isinstance(v, torch.Tensor) and not v.requires_grad]
     roles, print_ = [InputRole()] * len(primals), fingerprint(raw, num_outputs)
-    return build_region(normalize(raw), num_outputs, roles, print_=print_, held=True, device=device).region
+    joint = build_region(normalize(raw), num_outputs, roles, print_=print_, held=True, device=device, changed=buffers)
+    return joint.region
 
 
 def _managed(plan: PlanData) -> list[tuple[Region, RegionSchedule]]:
