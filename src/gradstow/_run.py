@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gradstow._errors import BudgetTooSmall, CaptureError
+from gradstow._errors import BudgetTooSmall, CaptureError, warn_user
 from gradstow._plan import Plan
 from gradstow._planning import Progress, check_devices, plan_graph, plan_step, share_of
 from gradstow._units import Budget
@@ -116,10 +115,9 @@ class Run:
         """Whether the next step has to be recorded: not for ever, where every step has graphs of its own."""
         if source.unknown and self._records >= _RECORDS and not self._said:
             self._said = True
-            warnings.warn(
+            warn_user(
                 f"gradstow: {type(module).__name__} runs other graphs from step to step. Each new one is planned "
-                "alone, for its share of the budget, which steps may exceed.",
-                stacklevel=2,
+                "alone, for its share of the budget, which steps may exceed."
             )
         return source.grew or (source.unknown and self._records < _RECORDS)
 
@@ -171,10 +169,9 @@ class Run:
         return self._recording(module, args, kwargs)
 
     def _say_recorded(self, module: torch.nn.Module, why: str) -> None:
-        warnings.warn(
+        warn_user(
             f"gradstow: this step of {type(module).__name__} is recorded as it runs, may exceed the budget, and the "
-            f"next one is planned from it: {why}",
-            stacklevel=2,
+            f"next one is planned from it: {why}"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ from torch import nn
 import gradstow as gs
 from equality import differences, tight_budget, train
 from gradstow._stow import plan_of
+from gradstow._units import format_bytes
+from gradstow.report import plan_json, summarize
 from models import BROKEN, CASES, Case, Skipped, broken_cases, first_four, rows
 from twins import POLICIES, assert_equal_twins, data, steps
 
@@ -42,6 +46,18 @@ def test_broken_graphs_at_a_tight_budget(kind: str, device: str) -> None:
     with gs.measure_peak(device) as memory:
         case.run(model, batch).backward()
     assert plan.resident_bytes + memory.peak_bytes <= budget
+
+
+def test_breaks_name_their_line_and_what_they_keep(device: str) -> None:
+    case = BROKEN["break"]
+    plan = gs.plan(case.model(device), case.data(device), loss=case.loss, policy="recompute-all")
+    (found,) = summarize(plan).breaks
+    first = plan.graph.regions[0]
+    assert re.fullmatch(r"models\.py:\d+", found.source)
+    assert plan.graph.breaks[0].regions == (0,)
+    assert found.nbytes == sum(first.storages[first.values[v].storage].nbytes for v in set(first.outputs))
+    assert f"({found.source}), keeps {format_bytes(found.nbytes)}" in str(plan)
+    assert plan_json(plan)["breaks"][0]["bytes"] == found.nbytes
 
 
 def test_a_side_effect_happens_once_a_step(device: str) -> None:

@@ -50,7 +50,7 @@ def test_every_field_of_a_graph() -> None:
         grads_exist=True,
         batch="(8, 3)float32",
         model="ResNet",
-        breaks=(GraphBreak("print", "model.py:3"),),
+        breaks=(GraphBreak("print", "model.py:3", (0, 2)),),
         versions={"torch": "2.14.1"},
     )
     again = StepGraph.from_json(through_text(graph.to_json()))  # type: ignore[arg-type]

@@ -202,12 +202,19 @@ def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, op
         batch=seen.batch,
         model=type(model).__qualname__,
         weights=weights_signature(model),
-        breaks=seen.breaks,
+        breaks=_ending(seen.breaks, order),
         outside=seen.outside[0],
         outside_bytes=seen.outside[1],
         outside_calls=seen.calls,
         versions={"torch": torch.__version__},
     )
+
+
+def _ending(breaks: tuple[GraphBreak, ...], order: list[RegionRecord]) -> tuple[GraphBreak, ...]:
+    """The breaks with the regions that end there."""
+    ends = [r.compiled.end for r in order]
+    known = dict.fromkeys((*breaks, *(end for end in ends if end is not None)))
+    return tuple(replace(b, regions=tuple(i for i, end in enumerate(ends) if end == b)) for b in known)
 
 
 def _check_recorded(model: torch.nn.Module, order: list[RegionRecord], breaks: tuple[GraphBreak, ...]) -> None:

@@ -145,10 +145,11 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """A place where the captured graph ends and another begins."""
+    """A place where the captured graph ends and another begins; ``regions`` end there."""
 
     reason: str
     source: str
+    regions: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason
@@ -215,7 +216,7 @@ class StepGraph:
             batch=data["batch"],
             model=data["model"],
             weights=data["weights"],
-            breaks=tuple(GraphBreak(**b) for b in data["breaks"]),
+            breaks=tuple(GraphBreak(**_tuples(b)) for b in data["breaks"]),
             outside=tuple(data["outside"]),
             outside_bytes=data["outside_bytes"],
             outside_calls=tuple((text, nbytes) for text, nbytes in data["outside_calls"]),
