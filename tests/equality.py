@@ -52,14 +52,22 @@ def differences(expected: Seen, got: Seen) -> list[str]:
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    if a.dtype != b.dtype or a.shape != b.shape:
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
         return False
+    if a.layout is torch.sparse_coo:  # the order of what is not yet summed up is part of it
+        return a.is_coalesced() == b.is_coalesced() and all(map(same, _parts(a), _parts(b)))
+    if a.is_complex():
+        return same(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj()))
     if a.is_floating_point():
         nan = a.isnan()
         if not torch.equal(nan, b.isnan()):
             return False
         a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
     return torch.equal(a, b)
+
+
+def _parts(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return sparse._indices(), sparse._values()
 
 
 def assert_trains_as_plain(model: torch.nn.Module, case: Case, batch: Any, twin: torch.nn.Module | None = None) -> None:

@@ -11,7 +11,16 @@ import torch
 from gradstow._errors import CaptureError, GradstowError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
-from gradstow._planning import ACTIONS, PolicyLike, Progress, capture_step, plan_step, price
+from gradstow._planning import (
+    ACTIONS,
+    PolicyLike,
+    Progress,
+    capture_step,
+    plan_step,
+    price,
+    users_errors,
+    with_room,
+)
 from gradstow._stow import MAX_PLANS, plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
@@ -121,7 +130,8 @@ def plan(
     step = make_step(model, batch, loss, optimizer, forward, keep_output)
     search = replace(Effort.of(effort), interruptible=True)
     profile = None if device is None else find_profile(device)
-    return plan_step(model, step, wanted, policy, progress, search, profile, actions)
+    with users_errors():
+        return plan_step(model, step, wanted, policy, progress, search, profile, actions)
 
 
 def frontier(
@@ -149,15 +159,18 @@ def frontier(
     """
     if points < 2:
         raise GradstowError(f"a frontier needs at least two points, not points={points}.")
-    captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
+    with users_errors():
+        captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
     say = None if progress is None else lambda done, total: progress("plan", done, total)
     bare = captured.graph()
     graph = captured.graph(LOSSLESS) if "compress" in actions else bare
     costs = price(graph, progress=progress)
+    graph = with_room(graph, costs)
     found, proven = find_frontier(graph, costs, points=points, kind=Plan, progress=say)
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if graph.regions != bare.regions:  # where nothing is encoded storing everything takes the least time
-        stored = make_plan(bare, price(bare, progress=progress), step_budget=None, budget="", kind=Plan)
+        prices = price(bare, progress=progress)
+        stored = make_plan(with_room(bare, prices), prices, step_budget=None, budget="", kind=Plan)
         plans = _put_first(stored, plans)
     return Frontier(tuple(plans), proven)
 
@@ -202,7 +215,8 @@ def verify(
     if made is None:
         wanted = parse_budget(budget) if budget is not None else None
         step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
-        made = plan_step(model, step, wanted, policy, progress, actions=actions)
+        with users_errors():
+            made = plan_step(model, step, wanted, policy, progress, actions=actions)
     call = forward or _default_forward(batch)
     return Proof(model, batch, call, loss, optimizer, steps, progress).check(made, rounds)
 

@@ -1,6 +1,10 @@
-"""The error types a user can catch; each message states the fact, then its context, then the way out."""
+"""The error types a user can catch; each message states the fact, then its context, then the way out. And warnings."""
 
 from __future__ import annotations
+
+import sys
+import types
+import warnings
 
 
 class GradstowError(Exception):
@@ -35,3 +39,15 @@ class StalePlan(GradstowError, ValueError):
 
 class PolicyError(GradstowError, ValueError):
     """A policy or action name that does not exist or contradicts the model."""
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line outside of gradstow and torch that led here."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and _is_internal(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+def _is_internal(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("gradstow", "torch")

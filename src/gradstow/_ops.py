@@ -14,11 +14,15 @@ tensor would take a float copy of the mask on top.
 are read as one 64-bit number: a product gathers their bits in its highest byte. Back, a table of 256 such numbers is
 looked up. ``gradstow::above_bits`` packs ``x > limit``; ``gradstow::zero_by_bits`` is ReLU's gradient from that.
 ``gradstow::max_pool_backward`` is max-pooling's gradient without the pooled tensor, of which torch's reads the sizes.
+
+``gradstow::recurrent_step`` runs an LSTM, GRU or RNN forward and backward and returns nothing, so that its working
+memory is all that the call needs in a training step. Only the cost table calls it.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -36,6 +40,10 @@ _LIBRARY.define("zero_by_bits_(Tensor(a!) gradient, Tensor code) -> Tensor(a!)")
 _LIBRARY.define(
     "max_pool_backward(Tensor gradient, Tensor indices, int[] size, int[] kernel, int[] stride, int[] padding, "
     "int[] dilation, bool ceil_mode) -> Tensor"
+)
+_LIBRARY.define(
+    "recurrent_step(str kind, Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, float dropout, "
+    "bool train, bool both_ways, bool batch_first) -> ()"
 )
 
 
@@ -151,6 +159,18 @@ def _max_pool_backward(
     return backward(gradient, pooled, kernel, stride, padding, dilation, ceil_mode, indices)
 
 
+def _recurrent_step(
+    kind: str, x: torch.Tensor, states: list[torch.Tensor], weights: list[torch.Tensor], *options: Any
+) -> None:
+    with torch.enable_grad():
+        x, states, weights = x.detach(), [s.detach() for s in states], [w.detach() for w in weights]
+        for tensor in (x, *states, *weights):
+            tensor.requires_grad_()
+        given = tuple(states) if kind == "lstm" else states[0]
+        outputs = getattr(torch, kind)(x, given, weights, *options)
+        torch.autograd.grad(outputs, [x, *states, *weights], [torch.ones_like(o) for o in outputs])
+
+
 _IMPLEMENTED = {
     "batch_norm_apply": _batch_norm_apply,
     "keep_mask": _keep_mask,
@@ -164,6 +184,7 @@ _IMPLEMENTED = {
 }
 for _name, _function in _IMPLEMENTED.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrent_step", _recurrent_step, "CompositeImplicitAutograd")
 batch_norm_apply = torch.ops.gradstow.batch_norm_apply.default
 keep_mask = torch.ops.gradstow.keep_mask.default
 masked_scale = torch.ops.gradstow.masked_scale.default

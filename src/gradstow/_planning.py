@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError, Policy
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
 from gradstow.actions import LOSSLESS
-from gradstow.capture import Captured, Step, aten_names, capture, device_of, tensors
+from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, capture, device_of, tensors
 from gradstow.cost import Profile, analytic_costs, measured_costs
 from gradstow.ir import CostTable, StepGraph
 from gradstow.planner import Effort, Policy, make_plan, plain_step_peak, smallest_peak, store_all_peak
@@ -64,6 +65,20 @@ def check_actions(actions: Sequence[str]) -> None:
         raise PolicyError(f"{what}. Give some of {ACTIONS}, 'store' among them.")
 
 
+@contextlib.contextmanager
+def users_errors() -> Iterator[None]:
+    """An error that the model itself raises on purpose reaches the user as it is."""
+    own: Exception | None = None
+    try:
+        yield
+    except RehearsalFailed as error:
+        own = error.users_own
+        if own is None:
+            raise
+    if own is not None:
+        raise own
+
+
 def price(
     graph: StepGraph,
     limit: int = _TIMING_LIMIT,
@@ -93,22 +108,33 @@ def plan_captured(
 
     Compression is tried only where storing everything does not fit, so that a large budget costs nothing.
     """
-    say = progress or _silent
-    limit = _TIMING_LIMIT
-    if budget is not None and budget.total_bytes is not None:
-        limit = min(limit, budget.total_bytes)
     graph = captured.graph()
-    costs = price(graph, limit, progress, profile)
-    step_budget = _step_budget(graph, costs, budget, profile)
-    compress = "compress" in actions and Policy.of(policy).name == "auto"
-    if compress and step_budget is not None and store_all_peak(graph, costs) > step_budget:
-        graph = captured.graph(LOSSLESS)
-        costs = price(graph, limit, progress, profile)
+    if budget is not None and "compress" in actions and Policy.of(policy).name == "auto":
+        costs = price(graph, _timing_limit(budget), progress, profile)
+        room = with_room(graph, costs)
+        if store_all_peak(room, costs) > (_step_budget(room, costs, budget, profile) or 0):
+            graph = captured.graph(LOSSLESS)
+    return plan_graph(graph, budget, policy, progress, effort, profile, actions)
+
+
+def plan_graph(
+    graph: StepGraph,
+    budget: Budget | None,
+    policy: PolicyLike,
+    progress: Progress | None = None,
+    effort: str | Effort = "normal",
+    profile: Profile | None = None,
+    actions: Sequence[str] = ACTIONS,
+) -> Plan:
+    """Price and plan one graph."""
+    say = progress or _silent
+    costs = price(graph, _timing_limit(budget), progress, profile)
+    graph = with_room(graph, costs)
     say("plan", 0, 1)
     result = make_plan(
         graph,
         costs,
-        step_budget=step_budget,
+        step_budget=_step_budget(graph, costs, budget, profile),
         budget="" if budget is None else str(budget),
         policy=policy,
         kind=Plan,
@@ -121,12 +147,24 @@ def plan_captured(
     return result
 
 
+def _timing_limit(budget: Budget | None) -> int:
+    """Bytes that timing one op may take."""
+    given = None if budget is None else budget.total_bytes
+    return _TIMING_LIMIT if given is None else min(_TIMING_LIMIT, given)
+
+
+def with_room(graph: StepGraph, costs: CostTable) -> StepGraph:
+    """Room for what fused kernels outside of any graph really take, where autograd shows less."""
+    more = sum(max(0, costs.costs[text].working_bytes - kept) for text, kept in graph.outside_calls)
+    return replace(graph, outside_bytes=graph.outside_bytes + more, outside_calls=()) if graph.outside_calls else graph
+
+
 def _silent(_stage: str, _done: int, _total: int) -> None:
     pass
 
 
 def _signatures(graph: StepGraph) -> list[str]:
-    found: dict[str, None] = {}
+    found: dict[str, None] = dict.fromkeys(text for text, _ in graph.outside_calls)
     for region in graph.regions:
         for op in region.ops:
             if not op.view:
@@ -160,6 +198,14 @@ def _step_budget(graph: StepGraph, costs: CostTable, budget: Budget | None, prof
             minimum_bytes=needed,
         )
     return left
+
+
+def share_of(budget: Budget, plan: Plan) -> Budget:
+    """What the budget is of a planned step's plain need, as a percentage for a step of which nothing is known yet."""
+    if budget.percent is not None:
+        return budget
+    allowed = _step_budget(plan.graph, plan.costs, budget, None) or 0
+    return Budget(percent=min(100.0, max(1.0, 100 * allowed / max(1, plan.plain_step_peak_bytes))))
 
 
 def free_bytes(device: str) -> int:

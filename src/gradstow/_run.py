@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gradstow._errors import CaptureError
+from gradstow._errors import BudgetTooSmall, CaptureError, warn_user
 from gradstow._plan import Plan
-from gradstow._planning import ACTIONS, Progress, check_devices, plan_captured, plan_step
+from gradstow._planning import ACTIONS, Progress, check_devices, plan_captured, plan_graph, plan_step, share_of
 from gradstow._units import Budget
 from gradstow.capture import (
     Captured,
@@ -24,14 +23,19 @@ from gradstow.capture import (
     captured_from,
     device_of,
     existing_gradients,
+    expose_parts,
     first_line,
-    graph_breaks,
+    listen,
+    nothing_captured,
+    on_real_tensors,
     resident_bytes,
     see,
     storage_key,
 )
 from gradstow.execute import Executor, Planned, Recorded, UnknownGraph, inner_error
-from gradstow.ir import GraphBreak
+from gradstow.ir import GraphBreak, Region, RegionSchedule
+
+_RECORDS = 2  # a model whose graphs change after that is taken for one that always changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Run:
         self._names = _Names(module)
         self._executors: dict[frozenset[int], Executor] = {}  # by which gradients exist already
         self._recording: _Recording | None = None
+        self._records, self._said = 0, False
         self._lock = threading.RLock()
         self.last: Plan | None = None
 
@@ -68,7 +73,7 @@ class Run:
         if executor is None:
             return self._record(module, args, kwargs)
         try:
-            return self._execute(executor, module, args, kwargs)
+            return self._execute(executor, module, args, kwargs, fresh)
         except Exception as error:
             if not isinstance(inner_error(error), UnknownGraph) or _planned(executor).strict:
                 raise
@@ -80,13 +85,13 @@ class Run:
                     raise
         return self._record(module, args, kwargs, "the graph that really runs is not the one that was rehearsed")
 
-    def _execute(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _execute(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any, fresh: bool = False) -> Any:
         output = executor(module, args, kwargs)
         planned = {sum(r.managed for r in plan.graph.regions) for plan in _planned(executor).plans}
-        if not executor.ran:
-            raise _nothing_captured(module, "hooks, or code that PyTorch's tracer leaves out")
-        if executor.ran not in planned:  # the rest ran as plain PyTorch, outside of any graph
-            _planned(executor).outdated = True
+        if not executor.ran and fresh:
+            raise nothing_captured(module, ())
+        if executor.ran > max(planned):  # fewer need less: a layer was left out in this step
+            _planned(executor).grew = True
         return output
 
     def _executor(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Executor | None, bool]:
@@ -94,7 +99,7 @@ class Run:
         with self._lock:
             gradients = existing_gradients(module)
             known = self._executors.get(gradients)
-            if known is not None and not _planned(known).outdated:
+            if known is not None and not self._outdated(module, _planned(known)):
                 return known, False
             if known is not None:
                 self._say_recorded(module, "other graphs than planned ran in the last step")
@@ -102,10 +107,37 @@ class Run:
             try:
                 plan, strict = self._plan(module, args, kwargs)
             except RehearsalFailed as error:
-                self._say_recorded(module, f"it cannot run on fake tensors ({first_line(error)})")
+                if error.users_own is None:  # else the real forward raises it, too
+                    self._say_recorded(module, f"it cannot run on fake tensors ({first_line(error)})")
                 return None, False
-            self._executors[gradients] = Executor(Planned(plan, strict=strict), self._names, plan.graph.device)
+            if plan.graph.parts:
+                expose_parts(module)
+            source = Planned(plan, strict=strict, alone=self._plan_alone)
+            self._executors[gradients] = Executor(source, self._names, plan.graph.device)
             return self._executors[gradients], True
+
+    def _outdated(self, module: torch.nn.Module, source: Planned) -> bool:
+        """Whether the next step has to be recorded: not for ever, where every step has graphs of its own."""
+        if source.unknown and self._records >= _RECORDS and not self._said:
+            self._said = True
+            warn_user(
+                f"gradstow: {type(module).__name__} runs other graphs from step to step. Each new one is planned "
+                "alone, for its share of the budget, which steps may exceed."
+            )
+        return source.grew or (source.unknown and self._records < _RECORDS)
+
+    def _plan_alone(self, region: Region) -> RegionSchedule:
+        """Plan a graph that turned up in the middle of a step."""
+        assert self.last is not None, "some plan's executor asks"
+        wishes, last = self.wishes, self.last
+        graph = replace(last.graph, regions=(region,), reserve_bytes=0, outside=(), outside_bytes=0)
+        with on_real_tensors():
+            budget = None if wishes.budget is None else share_of(wishes.budget, last)
+            try:
+                return plan_graph(graph, budget, wishes.policy).schedule.regions[0]
+            except BudgetTooSmall as error:  # as little as can be
+                budget = Budget(total_bytes=error.minimum_bytes)
+                return plan_graph(graph, budget, wishes.policy).schedule.regions[0]
 
     def _plan(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Plan, bool]:
         """A plan for this call, and whether nothing else may run."""
@@ -136,15 +168,15 @@ class Run:
         if why:
             self._say_recorded(module, why)
         check_devices(module, (args, kwargs))
+        self._records += 1
         self._executors.clear()
         self._recording = _Recording(module, self._names)
         return self._recording(module, args, kwargs)
 
     def _say_recorded(self, module: torch.nn.Module, why: str) -> None:
-        warnings.warn(
+        warn_user(
             f"gradstow: this step of {type(module).__name__} is recorded as it runs, may exceed the budget, and the "
-            f"next one is planned from it: {why}",
-            stacklevel=2,
+            f"next one is planned from it: {why}"
         )
 
 
@@ -160,18 +192,19 @@ class _Recording:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._source.start()
         try:
-            with graph_breaks() as breaks:
+            with listen() as heard:
                 output = self._executor(module, args, kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise CaptureError(
                 f"{type(module).__name__} cannot be captured: {inner_error(error)}. It trains as plain PyTorch; "
                 "stow the parts that do not contain what fails."
             ) from error
-        self._breaks += tuple(b for b in breaks() if b not in self._breaks)
+        self._breaks += tuple(b for b in heard.breaks() if b not in self._breaks)
         if not self._source.log.order:
-            reasons = "; ".join(b.reason for b in self._breaks) or "PyTorch's tracer leaves it out"
-            raise _nothing_captured(module, reasons)
-        self._seen = see(module, (args, kwargs), output, self._breaks)
+            if not expose_parts(module):
+                raise nothing_captured(module, self._breaks)
+            return output  # this step ran as plain PyTorch, and the next one is recorded
+        self._seen = see(module, (args, kwargs), output, self._source.log, self._breaks, tuple(heard.calls))
         return output
 
     @property
@@ -181,13 +214,6 @@ class _Recording:
     def captured(self, module: torch.nn.Module, step: Step) -> Captured:
         assert self._seen is not None, "asked for only when complete"
         return captured_from(module, step, self._source.log, self._seen)
-
-
-def _nothing_captured(module: torch.nn.Module, reasons: str) -> CaptureError:
-    return CaptureError(
-        f"no part of {type(module).__name__} could be captured, so no budget can hold: {reasons}. It trains as plain "
-        "PyTorch; stow other parts of the model."
-    )
 
 
 def _serves(plan: Plan, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:

@@ -18,7 +18,7 @@ from gradstow._plan import Plan
 from gradstow._planning import ACTIONS, Progress, check_actions
 from gradstow._run import Run, Wishes
 from gradstow._units import parse_budget
-from gradstow.capture import batch_signature, device_of, weights_signature
+from gradstow.capture import batch_signature, device_of, hide_parts, is_part, weights_signature
 from gradstow.execute import inner_error
 from gradstow.planner import Policy
 
@@ -73,7 +73,7 @@ def unstow_model(model: torch.nn.Module) -> torch.nn.Module:
     """See ``gs.unstow``."""
     if not is_stowed(model):
         raise GradstowError(f"this {type(model).__name__} is not stowed, so there is nothing to undo.")
-    model._compiled_call_impl = None
+    _make_plain(model)
     return model
 
 
@@ -94,7 +94,8 @@ def _check_stowable(model: torch.nn.Module) -> None:
         where = f" (its sub-module {name})" if name else ""
         if isinstance(module._compiled_call_impl, _Stowed):
             raise GradstowError(f"{type(model).__name__} is stowed already{where}. Call gs.unstow first.")
-        if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
+        compiled = module._compiled_call_impl is not None and not is_part(module)
+        if compiled or isinstance(module, torch._dynamo.OptimizedModule):
             raise CaptureError(
                 f"{type(model).__name__} is compiled already{where}, and gradstow captures it itself. "
                 "Stow the original module, without torch.compile."
@@ -205,3 +206,4 @@ def _make_plain(module: torch.nn.Module) -> None:
     """After an error of ours the model trains as plain PyTorch."""
     if is_stowed(module):
         module._compiled_call_impl = None
+        hide_parts(module)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
+from torch import nn
 
 import gradstow as gs
 from equality import differences, tight_budget, train
+from gradstow._stow import plan_of
+from gradstow._units import format_bytes
+from gradstow.report import plan_json, summarize
 from models import BROKEN, CASES, Case, Skipped, broken_cases, first_four, rows
+from twins import POLICIES, assert_equal_twins, data, steps
 
 REASONS = {"break": "graph_break", "print": "builtin", "effect": "disable", "loop": "graph_break"}
 
@@ -40,6 +48,18 @@ def test_broken_graphs_at_a_tight_budget(kind: str, device: str) -> None:
     assert plan.resident_bytes + memory.peak_bytes <= budget
 
 
+def test_breaks_name_their_line_and_what_they_keep(device: str) -> None:
+    case = BROKEN["break"]
+    plan = gs.plan(case.model(device), case.data(device), loss=case.loss, policy="recompute-all")
+    (found,) = summarize(plan).breaks
+    first = plan.graph.regions[0]
+    assert re.fullmatch(r"models\.py:\d+", found.source)
+    assert plan.graph.breaks[0].regions == (0,)
+    assert found.nbytes == sum(first.storages[first.values[v].storage].nbytes for v in set(first.outputs))
+    assert f"({found.source}), keeps {format_bytes(found.nbytes)}" in str(plan)
+    assert plan_json(plan)["breaks"][0]["bytes"] == found.nbytes
+
+
 def test_a_side_effect_happens_once_a_step(device: str) -> None:
     case, batch = BROKEN["effect"], BROKEN["effect"].data(device)
     model = gs.stow(case.model(device), policy="recompute-all")
@@ -67,3 +87,33 @@ def test_code_outside_of_any_graph_is_counted_and_listed(device: str) -> None:
     with gs.measure_peak(device) as memory:
         case.run(model, batch).backward()
     assert memory.peak_bytes <= plan.predicted_step_peak_bytes
+
+
+class LaterChanged(nn.Module):
+    """The first graph reads buffers that change later, in another graph and outside of any. Plain needs neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.register_buffer("scale", torch.ones(16))
+        self.register_buffer("shift", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x) * torch.exp(self.scale) + torch.sin(self.shift))
+        torch._dynamo.graph_break()
+        self.scale.mul_(0.9)
+        self.outside()
+        return self.last(torch.tanh(h) * (self.scale + 1))
+
+    @torch._dynamo.disable
+    def outside(self) -> None:
+        self.shift.add_(0.1)
+
+
+@pytest.mark.usefixtures("guessed_costs")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_buffer_that_a_later_part_changes(policy: str) -> None:
+    model = assert_equal_twins(LaterChanged, steps(lambda m, step: m(data(8, 16, seed=step)).square().mean()), policy)
+    plan = plan_of(model)
+    assert plan is not None
+    assert "reads what is changed before the backward" in {op.pinned for r in plan.graph.regions for op in r.ops}

@@ -52,9 +52,11 @@ def test_every_field_of_a_graph() -> None:
         batch="(8, 3)float32",
         model="ResNet",
         weights="(3, 8)float32",
-        breaks=(GraphBreak("print", "model.py:3"),),
+        breaks=(GraphBreak("print", "model.py:3", (0, 2)),),
         outside=("nms",),
         outside_bytes=8,
+        outside_calls=(("a call", 3),),
+        parts=True,
         versions={"torch": "2.14.1"},
     )
     assert all(getattr(graph, field.name) != field.default for field in fields(graph)), "a field that keeps its default"

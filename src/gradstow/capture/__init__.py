@@ -5,10 +5,12 @@ from gradstow.capture._backend import (
     aten_names,
     boxed,
     call_module,
-    changed_inputs,
     compile_settings,
     fresh_function,
+    mutated_inputs,
+    on_real_tensors,
 )
+from gradstow.capture._breaks import is_whole_call, listen
 from gradstow.capture._capture import (
     Captured,
     RehearsalFailed,
@@ -21,18 +23,20 @@ from gradstow.capture._capture import (
     existing_gradients,
     find_loss,
     first_line,
-    graph_breaks,
+    nothing_captured,
     resident_bytes,
     see,
     weights_signature,
 )
+from gradstow.capture._cut import cut
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
+from gradstow.capture._parts import expose_parts, hide_parts, is_part
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
-from gradstow.capture._rehearse import compiled_nodes, storage_key
+from gradstow.capture._rehearse import compiled_nodes
 from gradstow.capture._rerun import OutputRef, rerun_call
-from gradstow.capture._tree import batch_signature, tensors
+from gradstow.capture._tree import batch_signature, storage_key, tensors
 
 __all__ = [
     "Captured",
@@ -52,20 +56,27 @@ __all__ = [
     "call_module",
     "capture",
     "captured_from",
-    "changed_inputs",
     "check_loss",
     "compile_settings",
     "compiled_nodes",
     "copy_graph",
+    "cut",
     "device_of",
     "existing_gradients",
+    "expose_parts",
     "find_loss",
     "fingerprint",
     "first_line",
     "fresh_function",
-    "graph_breaks",
+    "hide_parts",
+    "is_part",
     "is_tangent",
+    "is_whole_call",
+    "listen",
+    "mutated_inputs",
     "normalize",
+    "nothing_captured",
+    "on_real_tensors",
     "overwriting_call",
     "rerun_call",
     "resident_bytes",

@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from gradstow._ops import keep_mask, masked_scale
+from gradstow.capture._randomness import no_frozen_numbers
 
 aten = torch.ops.aten
 
@@ -42,12 +43,18 @@ def keep_scale(keep: float, dtype: torch.dtype) -> float:
     """What eager's ``bernoulli_(keep).div_(keep)`` holds where the mask is set, in ``dtype``."""
     if keep == 0:
         return 0.0
-    # the division runs outside of any fake mode, on one real number
+    with on_real_tensors():
+        return float(torch.ones((), dtype=dtype).div_(keep).item())
+
+
+@contextlib.contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Out of the modes in which torch traces."""
     with (
         torch._subclasses.fake_tensor.unset_fake_temporarily(),
         torch.utils._python_dispatch._disable_current_modes(),
     ):
-        return float(torch.ones((), dtype=dtype).div_(keep).item())
+        yield
 
 
 def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[..., Any], device: str) -> Any:
@@ -68,7 +75,7 @@ def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[...
     )
 
 
-def changed_inputs() -> tuple[int, ...]:
+def mutated_inputs() -> tuple[int, ...]:
     """Inputs with a gradient that the graph being compiled changes in place; asked for while it is partitioned."""
     context = torch._guards.TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
@@ -130,14 +137,18 @@ def _logging_functions() -> set[Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Dynamo's warnings about graph breaks and fakes: the plan's report lists them."""
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """No messages about graph breaks, which the plan's report lists, and about errors that come to the user anyway."""
+    before = {name: logging.getLogger(name).level for name in _LOUD}
+    for name, level in _LOUD.items():
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+_LOUD = {"torch._dynamo": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
 
 
 @contextlib.contextmanager
@@ -147,12 +158,14 @@ def compile_settings() -> Iterator[None]:
         "recompile_limit": 256,
         "accumulated_recompile_limit": 4096,
         "suppress_errors": False,
+        "allow_rnn": True,  # graphs are cut around them
         "trace_numpy": False,  # traced NumPy would freeze its random numbers into constants
         # a warning in the model's forward must not cut the graph in two
         _IGNORE: _logging_functions() | set(getattr(torch._dynamo.config, _IGNORE)),
     }
     with (
         _quiet(),
+        no_frozen_numbers(),
         torch._dynamo.config.patch(**dynamo),
         # the backward runs outside of the user's autocast block, as PyTorch asks for; inside, it is refused
         torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +15,17 @@ import torch
 from gradstow._errors import CaptureError, GradstowError
 from gradstow.actions import Action
 from gradstow.capture._backend import call_module, compile_settings, fresh_function
+from gradstow.capture._breaks import Listener, listen
 from gradstow.capture._fake_memory import FakeMemory
 from gradstow.capture._fakes import Fakes, same_randomness
 from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._normalize import normalize
 from gradstow.capture._outside import outside_ops
+from gradstow.capture._parts import expose_parts, has_parts
+from gradstow.capture._places import is_users
 from gradstow.capture._region import build_region, fingerprint
-from gradstow.capture._rehearse import Recorder, storage_key
-from gradstow.capture._tree import batch_signature, tensors
+from gradstow.capture._rehearse import Recorder
+from gradstow.capture._tree import batch_signature, storage_key, tensors
 from gradstow.ir import GraphBreak, Region, Resident, StepGraph
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -48,8 +52,17 @@ class Step:
     outputs_held: bool = True
 
 
+class NothingCaptured(CaptureError):
+    """The tracer left out all of the model."""
+
+
 class RehearsalFailed(CaptureError):
-    """The step cannot run on fake tensors; on real ones it may."""
+    """The step cannot run on fake tensors; on real ones it may.
+
+    ``users_own`` is an error that code outside of torch raised on purpose, which has nothing to do with fakes.
+    """
+
+    users_own: Exception | None = None
 
 
 def capture(model: torch.nn.Module, step: Step) -> Captured:
@@ -60,39 +73,57 @@ def capture(model: torch.nn.Module, step: Step) -> Captured:
         CaptureError: where there is nothing to plan; the model is unchanged.
     """
     device = device_of(model)
-    fakes = Fakes()
-    with same_randomness(), compile_settings(), graph_breaks() as breaks:
+    with same_randomness(), compile_settings(), listen() as heard:
         try:
-            return _rehearse(model, step, fakes, device, breaks)
+            with same_randomness(), contextlib.suppress(NothingCaptured):
+                return _rehearse(model, step, Fakes(), device, heard)
+            heard.calls.clear()
+            return _rehearse(model, step, Fakes(), device, heard, parts=True)
         except GradstowError:
             raise
         except Exception as error:
-            raise RehearsalFailed(
+            failed = RehearsalFailed(
                 f"the training step of {type(model).__name__} cannot be rehearsed on fake tensors: "
                 f"{first_line(error)}. The model is unchanged and trains as plain PyTorch. "
                 "gs.stow(model, budget=...) records the first real step instead, or run the part that fails "
                 "outside of the stowed module."
-            ) from error
+            )
+            failed.users_own = error if _is_raised_by_user(error) else None
+            raise failed from error
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Whether a ``raise`` or an ``assert`` outside of torch and gradstow made it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not is_users(trace.tb_frame.f_code.co_filename):
+        return False
+    code = trace.tb_frame.f_code.co_code
+    return dis.opname[code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _rehearse(
-    model: torch.nn.Module, step: Step, fakes: Fakes, device: str, breaks: Callable[[], tuple[GraphBreak, ...]]
+    model: torch.nn.Module, step: Step, fakes: Fakes, device: str, heard: Listener, parts: bool = False
 ) -> Captured:
+    parts = parts or has_parts(model)
     twin = fakes.model(model)
+    if parts:
+        expose_parts(twin)
     recorder = Recorder([p for p in twin.parameters() if p.requires_grad], device)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
     with fakes.mode:
         compiled = recorder.compile(fresh_function(call_module))
         rehearsed = _Rehearsed(compiled, twin)
         output = step.call(rehearsed, inputs)
-        names, room = outside_ops(output, _resident_keys(twin, (inputs, batch)))
+        names, room = outside_ops(output, _resident_keys(twin, (inputs, batch)), recorder.log.received)
         loss = find_loss(output) if step.loss is None and not step.outputs_held else None
         if loss is not None:  # the loop drops the output, but backward() is called on the loss
             room += loss.untyped_storage().nbytes()
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
-    seen = Seen(rehearsed.called_with, reserve, (names, room), breaks())
-    return _captured(model, step, recorder.log, seen, optimizer)
+    seen = Seen(rehearsed.called_with, reserve, (names, room), heard.breaks(), tuple(heard.calls))
+    return _captured(model, step, recorder.log, seen, optimizer, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -104,18 +135,27 @@ class Seen:
         reserve_bytes: room for a loss that is not known.
         outside: names of ops outside of any graph, and the room for them in bytes.
         breaks: why graphs ended.
+        calls: fused kernels outside of any graph, see ``StepGraph.outside_calls``.
     """
 
     batch: str
     reserve_bytes: int
     outside: tuple[tuple[str, ...], int]
     breaks: tuple[GraphBreak, ...]
+    calls: tuple[tuple[str, int], ...] = ()
 
 
-def see(model: torch.nn.Module, inputs: Any, output: Any, breaks: tuple[GraphBreak, ...]) -> Seen:
+def see(
+    model: torch.nn.Module,
+    inputs: Any,
+    output: Any,
+    log: StepLog,
+    breaks: tuple[GraphBreak, ...],
+    calls: tuple[tuple[str, int], ...],
+) -> Seen:
     """Look at a real forward, before its backward."""
-    outside = outside_ops(output, _resident_keys(model, inputs))
-    return Seen(batch_signature(inputs), loss_reserve(output), outside, breaks)
+    outside = outside_ops(output, _resident_keys(model, inputs), log.received)
+    return Seen(batch_signature(inputs), loss_reserve(output), outside, breaks, calls)
 
 
 def _resident_keys(model: torch.nn.Module, inputs: Any) -> set[int]:
@@ -135,7 +175,7 @@ def captured_from(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) 
             fakes.tensor(parameter)
         with fakes.mode:
             optimizer = _rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
-    return _captured(model, step, log, seen, optimizer)
+    return _captured(model, step, log, seen, optimizer, parts=has_parts(model))
 
 
 @dataclass(frozen=True)
@@ -169,12 +209,15 @@ class Captured:
             held=held,
             managed=graph.managed,
             device=self.common.device,
-            changed=graph.changed,
+            changed=_changed(record, self.order),
+            mutated=graph.mutated,
             actions=actions,
         ).region
 
 
-def _captured(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int]) -> Captured:
+def _captured(
+    model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int], *, parts: bool
+) -> Captured:
     device = device_of(model)
     _check_recorded(model, log.order, seen.breaks)
     if not log.complete:
@@ -192,21 +235,35 @@ def _captured(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, opti
         batch=seen.batch,
         model=type(model).__qualname__,
         weights=weights_signature(model),
-        breaks=seen.breaks,
+        breaks=_ending(seen.breaks, log.order),
         outside=seen.outside[0],
         outside_bytes=seen.outside[1],
+        outside_calls=seen.calls,
+        parts=parts,
         versions={"torch": torch.__version__},
     )
     return Captured(tuple(log.order), step.outputs_held, existing_gradients(model), common)
 
 
+def _ending(breaks: tuple[GraphBreak, ...], order: list[RegionRecord]) -> tuple[GraphBreak, ...]:
+    """The breaks with the regions that end there."""
+    ends = [r.compiled.end for r in order]
+    known = dict.fromkeys((*breaks, *(end for end in ends if end is not None)))
+    return tuple(replace(b, regions=tuple(i for i, end in enumerate(ends) if end == b)) for b in known)
+
+
 def _check_recorded(model: torch.nn.Module, order: list[RegionRecord], breaks: tuple[GraphBreak, ...]) -> None:
     if any(r.compiled.managed for r in order):
         return
-    reasons = "; ".join(b.reason for b in breaks) or "no reason given"
-    raise CaptureError(
-        f"no part of {type(model).__name__} could be captured as a graph, so there is nothing to plan: {reasons}. "
-        "Stow sub-modules that do not contain the part that ends the graph."
+    raise nothing_captured(model, breaks)
+
+
+def nothing_captured(model: torch.nn.Module, breaks: tuple[GraphBreak, ...]) -> NothingCaptured:
+    """The error for a model of which no part can be planned."""
+    reasons = "; ".join(str(b) for b in breaks) or "hooks, or code that PyTorch's tracer leaves out"
+    return NothingCaptured(
+        f"no part of {type(model).__name__} could be captured, so no budget can hold: {reasons}. It trains as plain "
+        "PyTorch; stow sub-modules that do not contain what ends the graphs."
     )
 
 
@@ -310,14 +367,20 @@ def existing_gradients(model: torch.nn.Module) -> frozenset[int]:
     return frozenset(i for i, p in enumerate(trained) if p.grad is not None)
 
 
+def _changed(record: RegionRecord, order: Sequence[RegionRecord]) -> set[int]:
+    """Inputs that change before the backward of any run of this graph: its runs share their decisions."""
+    return set().union(*(r.changed for r in order if r.compiled is record.compiled))
+
+
 def _only_last_added(regions: Sequence[Region], order: Sequence[RegionRecord]) -> list[Region]:
-    """Of a parameter that several regions use autograd holds the gradient until the last backward, the first region's,
-    has brought its own."""
+    """Of a parameter with several uses autograd holds the gradient until the last use has brought its own, which is in
+    the first region that uses it. Only one that has that region to itself is given up at once."""
     result: list[Region] = []
     seen: set[int] = set()
     for region, record in zip(regions, order, strict=True):
         used = [role.parameter if v >= 0 else -1 for role, v in zip(record.roles, region.gradients, strict=True)]
-        added = tuple(flag and p not in seen for flag, p in zip(region.added, used, strict=True))
+        held = seen | {p for p in used if used.count(p) > 1}
+        added = tuple(flag and p not in held for flag, p in zip(region.added, used, strict=True))
         result.append(replace(region, added=added))
         seen.update(used)
     return result
@@ -393,20 +456,6 @@ def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
         gradients=count(p.grad for p in model.parameters()),
         batch=count(tensors(batch)),
     )
-
-
-@contextlib.contextmanager
-def graph_breaks() -> Iterator[Callable[[], tuple[GraphBreak, ...]]]:
-    """Gives a function that tells Dynamo's graph breaks since entry."""
-    from torch._dynamo.utils import counters  # its own record of why graphs end
-
-    before = dict(counters["graph_break"])
-
-    def since() -> tuple[GraphBreak, ...]:
-        new = [r for r, times in counters["graph_break"].items() if times > before.get(r, 0)]
-        return tuple(GraphBreak(reason=_first_line_of(str(r)), source="") for r in new)
-
-    yield since
 
 
 def first_line(error: BaseException) -> str:

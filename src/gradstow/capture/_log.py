@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,24 +12,31 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradstow.capture._region import InputRole
+from gradstow.ir import GraphBreak
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledGraph:
-    """One graph that AOTAutograd made. A loop over blocks may run it many times in one step."""
+    """One graph that AOTAutograd made. A loop over blocks may run it many times in one step.
+
+    ``end`` is the graph break behind it, if one ended it.
+    """
 
     joint: fx.GraphModule
     num_forward_outputs: int
     managed: bool = True
-    changed: tuple[int, ...] = ()  # inputs with a gradient that the forward changes in place
+    mutated: tuple[int, ...] = ()  # inputs with a gradient that the forward changes in place
+    end: GraphBreak | None = None
 
 
 @dataclass
 class RegionRecord:
-    """One run of a graph within the step."""
+    """One run of a graph within the step. ``changed``: inputs that were changed in place between its two passes."""
 
     compiled: CompiledGraph
     roles: list[InputRole]
+    versions: list[tuple[weakref.ref[torch.Tensor], int] | None]
+    changed: set[int] = field(default_factory=set)
     mask: list[bool] = field(default_factory=list)
     ran_backward: bool = False
 
@@ -42,15 +50,18 @@ class StepLog:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.order: list[RegionRecord] = []
         self._parameters = {_ref(p): position for position, p in enumerate(parameters)}
+        self._received: dict[StorageWeakRef, int] = {}  # storages that no graph made → bytes
         self._made: dict[StorageWeakRef, tuple[int, int]] = {}  # storage → (region, output) that made it
         self._saved_by: dict[StorageWeakRef, int] = {}  # storage → region whose forward made it
 
     def forward(self, graph: CompiledGraph, call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run a boxed forward and note it."""
         index = len(self.order)
-        self.order.append(RegionRecord(graph, [self._role(a) for a in args]))
+        self.order.append(RegionRecord(graph, [self._role(a) for a in args], [None] * len(args)))
+        given = [weakref.ref(a) if isinstance(a, torch.Tensor) else None for a in args]
         outside = {_ref(a) for a in args if isinstance(a, torch.Tensor)}
         outputs = call(args)
+        self.order[index].versions = [_version(ref) for ref in given]  # with the graph's own changes
         for position, item in enumerate(outputs):
             if isinstance(item, torch.Tensor) and _ref(item) not in outside:
                 self._saved_by[_ref(item)] = index
@@ -63,11 +74,19 @@ class StepLog:
         record = self._record_of(graph, saved)
         if record is not None:
             record.ran_backward, record.mask = True, list(mask)
+            record.changed = {
+                i for i, v in enumerate(record.versions) if v is not None and _version(v[0]) not in (v, None)
+            }
 
     @property
     def complete(self) -> bool:
         """Whether a backward of the model has run, so that there is something to plan."""
         return any(r.ran_backward and r.compiled.managed for r in self.order)
+
+    @property
+    def received(self) -> dict[int, int]:
+        """Storage → bytes of what graphs took in and no graph made: weights, batch, what ran outside."""
+        return {ref.cdata: nbytes for ref, nbytes in self._received.items()}
 
     def _record_of(self, graph: CompiledGraph, saved: Sequence[Any]) -> RegionRecord | None:
         """The run whose backward this is: the one that saved these tensors, else the last one still open."""
@@ -83,10 +102,16 @@ class StepLog:
         key = _ref(argument)
         if key in self._made:
             return InputRole(resident=False, origin=self._made[key])
+        self._received[key] = argument.untyped_storage().nbytes()
         parameter = self._parameters.get(key, -1)
         return InputRole(
             accumulates=parameter >= 0 or (argument.is_leaf and argument.requires_grad), parameter=parameter
         )
+
+
+def _version(ref: weakref.ref[torch.Tensor] | None) -> tuple[weakref.ref[torch.Tensor], int] | None:
+    tensor = None if ref is None else ref()
+    return None if ref is None or tensor is None else (ref, tensor._version)
 
 
 def _ref(tensor: torch.Tensor) -> StorageWeakRef:

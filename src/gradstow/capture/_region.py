@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from gradstow._signature import encode
 from gradstow.actions import Action, Offers
 from gradstow.capture._inplace import overwritable
 from gradstow.capture._normalize import is_tangent
+from gradstow.capture._places import module_path, source_line
 from gradstow.capture._rerun import OutputRef, rerun_call
 from gradstow.ir import Op, PlainForm, Region, Rerun, Storage, StorageKind, Value
 
@@ -82,12 +82,14 @@ def build_region(
     held: bool = False,
     managed: bool = True,
     device: str = "cpu",
-    changed: Sequence[int] = (),
+    changed: Collection[int] = (),
+    mutated: Collection[int] = (),
     actions: Sequence[Action] = (),
 ) -> JointGraph:
     """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from.
 
-    ``changed``: inputs that the forward changes in place. ``actions`` put in what they can; the region names them.
+    ``changed``: inputs that something else changes in place before the backward runs; ``mutated``: those with a
+    gradient that the forward itself changes. ``actions`` put in what they can; the region names them.
     """
     offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs), signature)
     for action in actions if managed else ():
@@ -96,7 +98,9 @@ def build_region(
     built = _Builder(module, offers, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
     region = built.region
     ops = region.ops if managed else _scoped(region.ops, built.op_nodes)
-    streams = _can_stream(region, changed)
+    late = {region.values[region.inputs[i]].storage for i in changed}
+    ops = _pin_readers(ops, region.values, late, "reads what is changed before the backward")
+    streams = _can_stream(region, mutated)
     names = tuple(action.name for action in actions)
     region = replace(region, ops=ops, held=held, managed=managed, streams=streams, actions=names)
     return replace(built, region=region)
@@ -108,22 +112,26 @@ def _parts(graph: fx.Graph, num_outputs: int) -> tuple[set[fx.Node], list[Any]]:
     return _backward_nodes(graph, outputs), outputs
 
 
-def _can_stream(region: Region, changed: Sequence[int]) -> bool:
+def _can_stream(region: Region, mutated: Collection[int]) -> bool:
     """Whether the inputs that get a gradient can pass through other autograd nodes on their way in: none is changed
     in place or handed out again, where its gradient would mix with what comes from elsewhere."""
     outputs = {region.values[v].storage for v in region.outputs if v >= 0}
     passing = [i for i, v in enumerate(region.gradients) if v >= 0]
-    return not any(i in changed or region.values[region.inputs[i]].storage in outputs for i in passing)
+    return not any(i in mutated or region.values[region.inputs[i]].storage in outputs for i in passing)
 
 
 def _pin_readers_of_changed(ops: tuple[Op, ...], values: Sequence[Value]) -> tuple[Op, ...]:
     """Buffers that the forward changes (counters, moving averages) have other values when the backward runs."""
     changed = {s for op in ops if not op.backward for s in op.writes}
+    return _pin_readers(ops, values, changed, "reads what the forward changes")
+
+
+def _pin_readers(ops: tuple[Op, ...], values: Sequence[Value], changed: set[int], why: str) -> tuple[Op, ...]:
     result = []
     for op in ops:
         reads = op.inputs if op.rerun is None else op.rerun.inputs
         late = not op.backward and not op.view and any(values[v].storage in changed for v in reads)
-        result.append(replace(op, pinned="reads what the forward changes") if late and not op.pinned else op)
+        result.append(replace(op, pinned=why) if late and not op.pinned else op)
     return tuple(result)
 
 
@@ -242,8 +250,8 @@ class _Builder:
             signature="" if node.op == "get_attr" else signature(node),
             lazy=node in self.offers.lazy,
             plain=self._plain_form(node),
-            module=_module_path(node),
-            source=_source_line(node),
+            module=module_path(node),
+            source=source_line(node),
         )
 
     def _plain_form(self, node: fx.Node) -> PlainForm | None:
@@ -387,27 +395,6 @@ def _without_dropout(node: fx.Node) -> bool:
             given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
             return given == 0.0
     return False
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])  # such as L['module'].layer1._modules['0'].conv1
-    path = re.sub(r"^L\['\w+'\]\.?", "", path).replace("._modules", "")
-    return re.sub(r"\['([^']*)'\]", r".\1", path).strip(".")
-
-
-_OURS = "gradstow/capture/"  # the call of the model, in traces of modules that torch itself wrote
-
-
-def _source_line(node: fx.Node) -> str:
-    trace = node.meta.get("stack_trace") or ""
-    places = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ") and _OURS not in line]
-    if not places:
-        return ""
-    file, line, *_ = places[-1].removeprefix("File ").split(", ")
-    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')}"
 
 
 def _layout(val: Any) -> str:

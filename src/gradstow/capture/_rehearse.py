@@ -11,9 +11,11 @@ from torch import fx
 from torch._functorch.partitioners import default_partition
 from torch.utils._pytree import tree_leaves
 
-from gradstow.capture._backend import aot, boxed, changed_inputs
+from gradstow.capture._backend import aot, boxed, mutated_inputs
+from gradstow.capture._cut import cut
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent
+from gradstow.ir import GraphBreak
 
 
 class Recorder:
@@ -37,10 +39,13 @@ class Recorder:
         return torch.compile(function, backend=self._backend, dynamic=False)
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        return cut(module, inputs, self._compile_part)
+
+    def _compile_part(self, module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None) -> Any:
         graphs: list[CompiledGraph] = []
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
-            graphs.append(CompiledGraph(copy_graph(joint), num_fwd_outputs, self.managed, changed_inputs()))
+            graphs.append(CompiledGraph(copy_graph(joint), num_fwd_outputs, self.managed, mutated_inputs(), end))
             return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
         def forward(gm: fx.GraphModule, _inputs: list[Any]) -> Any:
@@ -73,10 +78,6 @@ def _boxed_call(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         return outputs
 
     return call
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _zeros(node: fx.Node) -> torch.Tensor:

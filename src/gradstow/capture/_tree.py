@@ -24,6 +24,11 @@ def tensors(item: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(item) if isinstance(leaf, torch.Tensor)]
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Tells storages apart, while they live."""
+    return tensor.untyped_storage()._cdata
+
+
 def map_tensors(item: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """``item`` with ``change`` applied to every tensor; containers are new, other leaves the same."""
 

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gradstow._errors import warn_user
 from gradstow._signature import OPS_VERSION
 from gradstow.cost._machine import device_name
 from gradstow.cost._measure import fits, measure
@@ -138,8 +138,7 @@ def _warn(verb: str, error: Exception) -> None:
     if _warned:
         return
     _warned = True
-    warnings.warn(
+    warn_user(
         f"gradstow's cost cache cannot be {verb} ({type(error).__name__}: {error}); ops are measured again "
-        "each time. Remove the file, or set GRADSTOW_CACHE_DIR to a folder that can be written.",
-        stacklevel=4,
+        "each time. Remove the file, or set GRADSTOW_CACHE_DIR to a folder that can be written."
     )

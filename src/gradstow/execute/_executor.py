@@ -11,12 +11,22 @@ import torch
 from torch import fx
 
 from gradstow._errors import CaptureError
-from gradstow.capture import aot, call_module, compile_settings, compiled_nodes, copy_graph, fresh_function
+from gradstow.capture import (
+    aot,
+    call_module,
+    compile_settings,
+    compiled_nodes,
+    copy_graph,
+    cut,
+    fresh_function,
+    is_whole_call,
+)
 from gradstow.execute._eager import generate
 from gradstow.execute._lower import deliver
 from gradstow.execute._program import RegionProgram
 from gradstow.execute._sources import Source
 from gradstow.execute._stream import Handover
+from gradstow.ir import GraphBreak
 
 _CHANGED = (
     "{name} was changed in place between the forward and the backward that needs it (version {now}, "
@@ -56,21 +66,30 @@ class Executor:
         self.programs: list[RegionProgram] = []
         self._name_of = name_of
         self.ran = 0  # planned graphs that ran in the last call
-        self._begun = False  # whether any graph ran in it
+        self._begun = False  # whether anything of the model ran in it
         self._call = torch.compile(fresh_function(call_module), backend=self._backend, dynamic=False)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._begun, self.ran = False, 0
-        with compile_settings():
-            return self._call(module, args, kwargs)
+        try:
+            with compile_settings():
+                return self._call(module, args, kwargs)
+        except torch._dynamo.exc.TorchRuntimeError:  # an op refuses its inputs
+            if self._begun:
+                raise
+            return module._call_impl(*args, **kwargs)  # with the op's own words
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        self._begun = self._begun or not is_whole_call(module)  # Python code of the model ran before it
+        return cut(module, inputs, self._compile_part)
+
+    def _compile_part(self, module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None) -> Any:
         programs: list[RegionProgram] = []
 
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
             raw = copy_graph(joint)
             region, schedule = self.source.find(raw, num_fwd_outputs, begun=self._begun)
-            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.device)
+            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.device, end)
             programs.append(program)
             self.programs.append(program)
             return program.lowered.forward, _for_aot(program)

@@ -14,7 +14,7 @@ from gradstow.actions import named
 from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
 from gradstow.execute._stream import Current
-from gradstow.ir import Deliver, Region, RegionSchedule, Run, StorageKind, write_events
+from gradstow.ir import Deliver, GraphBreak, Region, RegionSchedule, Run, StorageKind, write_events
 
 Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 
@@ -24,7 +24,8 @@ class RegionProgram:
     """Compiled code of one region.
 
     ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``. Where the schedule
-    delivers gradients, ``groups`` has their positions in the order in which they leave, the rest last.
+    delivers gradients, ``groups`` has their positions in the order in which they leave, the rest last. ``end`` is the
+    graph break behind the region, if one ended it.
     """
 
     raw: fx.GraphModule
@@ -33,6 +34,7 @@ class RegionProgram:
     schedule: RegionSchedule
     generate: Generate
     device: str
+    end: GraphBreak | None = None
     forward: Callable[[list[Any]], Any] = field(init=False)
     lowered: Lowered = field(init=False)
     _backwards: dict[tuple[bool, ...], Callable[[list[Any]], Any]] = field(init=False, default_factory=dict)

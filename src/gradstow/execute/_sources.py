@@ -16,15 +16,16 @@ from gradstow.capture import (
     StepLog,
     boxed,
     build_region,
-    changed_inputs,
     fingerprint,
     is_tangent,
+    mutated_inputs,
     normalize,
 )
 from gradstow.execute._program import RegionProgram
 from gradstow.ir import PlanData, Region, RegionSchedule, just_in_time
 
 Boxed = Callable[[list[Any]], Any]
+Alone = Callable[[Region], RegionSchedule]
 
 
 class UnknownGraph(StalePlan):
@@ -44,11 +45,14 @@ class Planned:
 
     Attributes:
         plans: the newest last.
-        outdated: a graph that no plan knows turned up in the middle of a step, and was run storing all.
+        alone: plans a graph that turns up in the middle of a step and that no plan knows.
+        unknown: such a graph turned up.
+        grew: more graphs ran in a step than planned.
     """
 
-    def __init__(self, plan: PlanData, *, strict: bool) -> None:
-        self.plans, self.strict, self.outdated = [plan], strict, False
+    def __init__(self, plan: PlanData, *, strict: bool, alone: Alone) -> None:
+        self.plans, self.strict, self.alone = [plan], strict, alone
+        self.unknown = self.grew = False
 
     def find(self, raw: fx.GraphModule, num_outputs: int, *, begun: bool) -> tuple[Region, RegionSchedule]:
         """The region and its schedule. ``begun``: something of this step ran already, so it must go on.
@@ -62,8 +66,9 @@ class Planned:
             if region.fingerprint == found:
                 return region, schedule
         if begun and not self.strict:
-            self.outdated = True
-            return store_all(raw, num_outputs, self.plans[-1].graph.device)
+            self.unknown = True
+            region = lone_region(raw, num_outputs, self.plans[-1].graph.device)
+            return region, self.alone(region)
         planned = ", ".join(region.fingerprint for region, _ in known)
         raise UnknownGraph(
             f"the graph that runs ({found}) is none of the planned ones ({planned}): the model, its attributes, its "
@@ -110,15 +115,28 @@ class Recorded:
 
     def _graph(self, program: RegionProgram) -> CompiledGraph:
         return self._graphs.setdefault(
-            id(program), CompiledGraph(program.raw, program.num_forward_outputs, changed=changed_inputs())
+            id(program),
+            CompiledGraph(program.raw, program.num_forward_outputs, mutated=mutated_inputs(), end=program.end),
         )
 
 
 def store_all(raw: fx.GraphModule, num_outputs: int, device: str) -> tuple[Region, RegionSchedule]:
     """A region for a graph that nobody planned, and the schedule that keeps all it can."""
+    region = lone_region(raw, num_outputs, device)
+    return region, just_in_time(region, range(len(region.storages)))
+
+
+def lone_region(raw: fx.GraphModule, num_outputs: int, device: str) -> Region:
+    """A region of which nobody knows what comes before and after it.
+
+    All its outputs may get gradients, and all its buffers may change before its backward.
+    """
     primals = [n for n in raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-    joint = build_region(normalize(raw), num_outputs, [InputRole()] * len(primals), device=device)
-    return joint.region, just_in_time(joint.region, range(len(joint.region.storages)))
+    vals = [n.meta.get("val") for n in primals]
+    buffers = [i for i, v in enumerate(vals) if isinstance(v, torch.Tensor) and not v.requires_grad]
+    roles, print_ = [InputRole()] * len(primals), fingerprint(raw, num_outputs)
+    joint = build_region(normalize(raw), num_outputs, roles, print_=print_, held=True, device=device, changed=buffers)
+    return joint.region
 
 
 def _managed(plan: PlanData) -> list[tuple[Region, RegionSchedule]]:

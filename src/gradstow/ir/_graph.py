@@ -164,10 +164,14 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """A place where the captured graph ends and another begins."""
+    """A place where the captured graph ends and another begins; ``regions`` end there."""
 
     reason: str
     source: str
+    regions: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.source})" if self.source else self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,9 @@ class StepGraph:
         breaks: graph breaks, in order.
         outside: names of ops that ran outside of any graph and keep tensors for the backward.
         outside_bytes: room for them, counted from the start of the step to the end of its backward.
+        outside_calls: fused kernels that ran outside of any graph: the signature of their training step for the cost
+            table, and the part of ``outside_bytes`` that stands for what they keep.
+        parts: whether layers were captured on their own, because the code that calls them could not be.
         versions: torch and gradstow versions that captured it.
     """
 
@@ -201,6 +208,8 @@ class StepGraph:
     breaks: tuple[GraphBreak, ...] = ()
     outside: tuple[str, ...] = ()
     outside_bytes: int = 0
+    outside_calls: tuple[tuple[str, int], ...] = ()
+    parts: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -223,9 +232,11 @@ class StepGraph:
             batch=data["batch"],
             model=data["model"],
             weights=data["weights"],
-            breaks=tuple(GraphBreak(**b) for b in data["breaks"]),
+            breaks=tuple(GraphBreak(**_tuples(b)) for b in data["breaks"]),
             outside=tuple(data["outside"]),
             outside_bytes=data["outside_bytes"],
+            outside_calls=tuple((text, nbytes) for text, nbytes in data["outside_calls"]),
+            parts=data["parts"],
             versions=dict(data["versions"]),
         )
 

@@ -57,6 +57,15 @@ def plan_rows(plan: PlanData) -> tuple[Row, ...]:
     return tuple(row for r in range(len(plan.graph.regions)) for row in view.rows(r))
 
 
+def break_costs(plan: PlanData) -> tuple[int, ...]:
+    """For each graph break the bytes that are kept for the backward because a later graph reads them."""
+    view = _View(plan)
+    pinned = (view.crossing & view.kept) - view.held
+    return tuple(
+        sum(plan.graph.regions[r].storages[s].nbytes for r, s in pinned if r in b.regions) for b in plan.graph.breaks
+    )
+
+
 class _View:
     """Who keeps, holds and makes again which storage; storages by (region, id) of their maker."""
 

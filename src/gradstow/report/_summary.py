@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradstow._units import format_bytes
 from gradstow.ir import Moment, PlanData, StepGraph, Timeline
 from gradstow.report._names import module_path, short_target
-from gradstow.report._rows import DECISIONS, Row, plan_rows
+from gradstow.report._rows import DECISIONS, Row, break_costs, plan_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,19 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Break:
+    """A graph break, and the bytes kept for the backward because a later graph reads what was made before it."""
+
+    reason: str
+    source: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.reason}{where}{f', keeps {format_bytes(self.nbytes)}' if self.nbytes else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What a plan is about and what it predicts; bytes and seconds.
 
@@ -48,7 +62,7 @@ class Summary:
         predicted_peak_bytes, plain_peak_bytes: all live bytes at the worst moment.
         peak_at, plain_peak_at: the moment of the total peak; None for a step without moments.
         decisions: for each decision how many values and bytes.
-        breaks: graph breaks, as text.
+        breaks: graph breaks and what they cost.
         not_planned: what runs as plain PyTorch, with its number of forward ops: the loss, ops outside of any graph.
         outside_bytes: room that is left for the latter.
     """
@@ -73,7 +87,7 @@ class Summary:
     gap: float
     rerun_ops: int
     decisions: Mapping[str, Share]
-    breaks: tuple[str, ...] = ()
+    breaks: tuple[Break, ...] = ()
     not_planned: Mapping[str, int] = field(default_factory=dict)
     outside_bytes: int = 0
     solver: Mapping[str, Any] = field(default_factory=dict)
@@ -81,7 +95,8 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["decisions"] = {k: {"values": s.values, "bytes": s.nbytes} for k, s in self.decisions.items()}
-        data["breaks"], data["versions"] = list(self.breaks), dict(self.versions)
+        data["breaks"] = [{"reason": b.reason, "source": b.source, "bytes": b.nbytes} for b in self.breaks]
+        data["versions"] = dict(self.versions)
         return data
 
 
@@ -110,11 +125,16 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
         gap=plan.gap,
         rerun_ops=plan.rerun_ops,
         decisions={d: _share(rows, d) for d in DECISIONS},
-        breaks=tuple(f"{b.reason} ({b.source})" if b.source else b.reason for b in graph.breaks),
+        breaks=_breaks(plan),
         not_planned=_not_planned(graph),
         outside_bytes=graph.outside_bytes,
         solver=dict(plan.solver),
     )
+
+
+def _breaks(plan: PlanData) -> tuple[Break, ...]:
+    pairs = zip(plan.graph.breaks, break_costs(plan), strict=True)
+    return tuple(Break(b.reason, b.source, cost) for b, cost in pairs)
 
 
 def _device(plan: PlanData) -> str:

@@ -12,6 +12,7 @@ from gradstow.report._rows import Row, plan_rows
 from gradstow.report._summary import Summary, summarize
 
 WIDTH = 120
+_SHOWN = 8  # graph breaks
 # bytes, ×n, decision, op, shape, module: the reason gets what is left
 _COLUMNS = (10, 4, 9, 16, 20, 19)
 _DTYPES = {
@@ -52,7 +53,7 @@ def _header(s: Summary) -> list[str]:
         ("step time", _time(s)),
         ("reruns", f"{s.rerun_ops} ops"),
         ("values", _decisions(s)),
-        ("graph breaks", "; ".join(s.breaks) or "none"),
+        *(("graph breaks", text) for text in _breaks(s)),
     ]
     lines += [("rule", str(note)) for note in s.solver.get("rules", ())]
     if s.not_planned:
@@ -75,6 +76,13 @@ def _time(s: Summary) -> str:
     if s.lower_bound_seconds:
         text += f"; proven bound {format_seconds(s.lower_bound_seconds)}, gap {100 * s.gap:.2f} %"
     return text
+
+
+def _breaks(s: Summary) -> list[str]:
+    """Those that keep most come first."""
+    texts = [str(b) for b in sorted(s.breaks, key=lambda b: -b.nbytes)]
+    rest = [f"... and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return texts[:_SHOWN] + rest or ["none"]
 
 
 def _decisions(s: Summary) -> str:
