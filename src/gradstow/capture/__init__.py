@@ -16,6 +16,7 @@ from gradstow.capture._capture import (
     see,
     weights_signature,
 )
+from gradstow.capture._fakes import same_randomness
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
@@ -56,6 +57,7 @@ __all__ = [
     "recorded_graph",
     "rerun_call",
     "resident_bytes",
+    "same_randomness",
     "see",
     "storage_key",
     "tensors",
