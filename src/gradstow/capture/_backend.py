@@ -58,7 +58,7 @@ def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[...
             aten.native_dropout.default: exact_dropout,
             aten.native_dropout_backward.default: exact_dropout_backward,
         }
-    return aot_autograd(
+    backend = aot_autograd(
         fw_compiler=fw_compiler,
         bw_compiler=bw_compiler,
         inference_compiler=run_plainly,
@@ -66,6 +66,36 @@ def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[...
         decompositions=decompositions,
         keep_inference_input_mutations=True,
     )
+
+    def trace(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        with eagers_kernels():
+            return backend(module, inputs)
+
+    return trace
+
+
+# What torch would trace by Python formulas of its own, which round otherwise than the kernels that eager runs.
+_FORMULAS = ("upsample", "hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss")
+
+
+@contextlib.contextmanager
+def eagers_kernels() -> Iterator[None]:
+    """Inside, ops are traced as the kernels that eager runs for them."""
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    taken: list[tuple[Any, Any, Any]] = []
+    for name in dir(aten):
+        if not name.lstrip("_").startswith(_FORMULAS):
+            continue
+        packet = getattr(aten, name)
+        for op in (getattr(packet, overload) for overload in packet.overloads()):
+            taken += [(op, key, op.py_kernels.pop(key)) for key in keys if key in op.py_kernels]
+            op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, formula in taken:
+            op.py_kernels[key] = formula
+            op._dispatch_cache.clear()
 
 
 def run_plainly(module: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[[list[Any]], Any]:
