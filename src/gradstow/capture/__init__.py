@@ -23,6 +23,7 @@ from gradstow.capture._normalize import copy_graph, is_tangent, normalize
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import compiled_nodes, storage_key
 from gradstow.capture._rerun import OutputRef, rerun_call
+from gradstow.capture._strides import Strides, arrived_strides, expected_strides, keep_layouts, restrided
 from gradstow.capture._tree import batch_signature, tensors
 
 __all__ = [
@@ -34,7 +35,9 @@ __all__ = [
     "Seen",
     "Step",
     "StepLog",
+    "Strides",
     "aot",
+    "arrived_strides",
     "aten_names",
     "batch_signature",
     "boxed",
@@ -46,17 +49,20 @@ __all__ = [
     "compiled_nodes",
     "copy_graph",
     "device_of",
+    "expected_strides",
     "find_loss",
     "fingerprint",
     "first_line",
     "fresh_function",
     "graph_breaks",
     "is_tangent",
+    "keep_layouts",
     "normalize",
     "overwriting_call",
     "recorded_graph",
     "rerun_call",
     "resident_bytes",
+    "restrided",
     "same_randomness",
     "see",
     "storage_key",

@@ -11,7 +11,15 @@ import torch
 from torch import fx
 
 from gradstow._errors import CaptureError
-from gradstow.capture import aot, call_module, compile_settings, compiled_nodes, copy_graph, fresh_function
+from gradstow.capture import (
+    aot,
+    call_module,
+    compile_settings,
+    compiled_nodes,
+    copy_graph,
+    fresh_function,
+    keep_layouts,
+)
 from gradstow.execute._eager import generate
 from gradstow.execute._program import RegionProgram
 from gradstow.execute._sources import Source
@@ -73,8 +81,12 @@ class Executor:
             self.programs.append(program)
             return program.lowered.forward, _for_aot(program)
 
+        def forward(_gm: fx.GraphModule, _inputs: Any) -> Any:
+            keep_layouts()
+            return self.source.forward(programs[-1])
+
         compiled = aot(
-            lambda _gm, _inputs: self.source.forward(programs[-1]),
+            forward,
             lambda _gm, _inputs: self.source.backward(programs[-1]),
             partition,
             self.device,

@@ -9,7 +9,17 @@ from typing import Any
 from torch import fx
 
 from gradstow._errors import CaptureError
-from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
+from gradstow.capture import (
+    InputRole,
+    JointGraph,
+    Strides,
+    arrived_strides,
+    build_region,
+    expected_strides,
+    is_tangent,
+    normalize,
+    restrided,
+)
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
 from gradstow.ir import Region, RegionSchedule, Run, StorageKind, write_events
 
@@ -31,15 +41,20 @@ class RegionProgram:
     device: str
     forward: Callable[[list[Any]], Any] = field(init=False)
     lowered: Lowered = field(init=False)
-    _backwards: dict[tuple[bool, ...], Callable[[list[Any]], Any]] = field(init=False, default_factory=dict)
+    _backwards: dict[tuple[tuple[bool, ...], Strides], Callable[[list[Any]], Any]] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         tangents = [n for n in self.raw.graph.find_nodes(op="placeholder") if is_tangent(n)]
         self.planned = self.region.tangent_mask or (True,) * len(tangents)
-        joint = self._joint(self.planned)
+        self.strides = expected_strides(self.raw)
+        joint = self._joint(self.raw, self.planned)
         self.lowered = lower(joint, self.schedule)
         self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
-        self._backwards[self.planned] = self.generate(self.lowered.backward, self.lowered.backward_victims)
+        self._backwards[self.planned, self.strides] = self.generate(
+            self.lowered.backward, self.lowered.backward_victims
+        )
         self.unplanned_runs = 0
         inputs = [n.name for n in self.raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         self.saved_inputs = [i for i, name in enumerate(inputs) if name in self.lowered.saved]
@@ -52,16 +67,17 @@ class RegionProgram:
         mask = tuple(t is not None for t in tangents)
         if not any(mask):
             return [None] * len(self.region.gradients)
-        if mask not in self._backwards:
-            self._backwards[mask] = self._unplanned(mask)
-        if mask != self.planned:
+        kind = mask, arrived_strides(tangents, self.strides)
+        if kind not in self._backwards:
+            self._backwards[kind] = self._unplanned(*kind)
+        if kind != (self.planned, self.strides):
             self.unplanned_runs += 1
         saved += [t for t in tangents if t is not None]
         del tangents
-        return self._backwards[mask](saved)
+        return self._backwards[kind](saved)
 
-    def _joint(self, mask: Sequence[bool]) -> JointGraph:
-        module = normalize(self.raw, mask)
+    def _joint(self, raw: fx.GraphModule, mask: Sequence[bool]) -> JointGraph:
+        module = normalize(raw, mask)
         return build_region(
             module,
             self.num_forward_outputs,
@@ -71,9 +87,9 @@ class RegionProgram:
             device=self.device,
         )
 
-    def _unplanned(self, mask: tuple[bool, ...]) -> Callable[[list[Any]], Any]:
-        """A backward for other tangents, from the tensors that the plan saved."""
-        joint = self._joint(mask)
+    def _unplanned(self, mask: tuple[bool, ...], strides: Strides) -> Callable[[list[Any]], Any]:
+        """A backward for other tangents, or other layouts of them, from the tensors that the plan saved."""
+        joint = self._joint(self.raw if strides == self.strides else restrided(self.raw, strides), mask)
         region = joint.region
         saved = set(self.lowered.saved)
         here = {n.name: region.values[v].storage for v, n in enumerate(joint.value_nodes) if n is not None}
