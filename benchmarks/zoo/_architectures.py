@@ -127,6 +127,7 @@ _TEXT = {
             "qk_rope_head_dim": 8,
             "qk_nope_head_dim": 8,
             "v_head_dim": 16,
+            "num_key_value_heads": 4,
             "head_dim": None,
         },
     ),
