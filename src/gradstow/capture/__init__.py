@@ -14,6 +14,7 @@ from gradstow.capture._capture import (
     recorded_graph,
     resident_bytes,
     see,
+    was_told,
     weights_signature,
 )
 from gradstow.capture._fakes import same_randomness
@@ -67,5 +68,6 @@ __all__ = [
     "see",
     "storage_key",
     "tensors",
+    "was_told",
     "weights_signature",
 ]

@@ -163,8 +163,24 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compile_settings() -> Iterator[None]:
-    """Dynamo's and AOTAutograd's settings while we compile or call compiled code."""
+def _answering(told: bool) -> Iterator[None]:
+    """What a model that asks whether it is being compiled hears. Some take another way then than plain PyTorch does."""
+    answers: Any = torch._dynamo.variables.torch.tracing_state_functions()
+    asked = [torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling]
+    before = {function: answers[function] for function in asked}
+    answers.update(dict.fromkeys(asked, told))
+    try:
+        yield
+    finally:
+        answers.update(before)
+
+
+@contextlib.contextmanager
+def compile_settings(told: bool = False) -> Iterator[None]:
+    """Dynamo's and AOTAutograd's settings while we compile or call compiled code.
+
+    ``told``: a model that asks hears that it is being compiled.
+    """
     dynamo = {
         "recompile_limit": 256,
         "accumulated_recompile_limit": 4096,
@@ -175,6 +191,7 @@ def compile_settings() -> Iterator[None]:
     }
     with (
         _quiet(),
+        _answering(told),
         torch._dynamo.config.patch(**dynamo),
         # the backward runs outside of the user's autocast block, as PyTorch asks for; inside, it is refused
         torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"),

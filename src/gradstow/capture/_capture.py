@@ -54,15 +54,39 @@ class RehearsalFailed(CaptureError):
 def capture(model: torch.nn.Module, step: Step) -> StepGraph:
     """Rehearse ``step`` on fake tensors and return its graph. Allocates nothing of the step's size.
 
+    A model that asks whether it is being compiled hears no, so that it goes the way that it goes in plain PyTorch.
+    Where that way cannot be traced whole it hears yes, if that helps.
+
     Raises:
         RehearsalFailed: where fakes do not do.
         CaptureError: where there is nothing to plan; the model is unchanged.
     """
+    graph: StepGraph | None = None
+    with contextlib.suppress(RehearsalFailed):
+        graph = _capture(model, step, told=False)
+    if graph is not None and not graph.breaks:
+        return graph
+    try:
+        other = _capture(model, step, told=True)
+    except CaptureError:
+        if graph is None:
+            raise
+        return graph
+    return other if graph is None or len(other.breaks) < len(graph.breaks) else graph
+
+
+def was_told(graph: StepGraph) -> bool:
+    """Whether the model heard that it was being compiled when this graph was captured."""
+    return graph.versions.get("compiling") == "told"
+
+
+def _capture(model: torch.nn.Module, step: Step, *, told: bool) -> StepGraph:
     device = device_of(model)
     fakes = Fakes()
-    with same_randomness(), compile_settings(), graph_breaks() as breaks:
+    with same_randomness(), compile_settings(told), graph_breaks() as breaks:
         try:
-            return _rehearse(model, step, fakes, device, breaks)
+            graph = _rehearse(model, step, fakes, device, breaks)
+            return replace(graph, versions={**graph.versions, "compiling": "told"}) if told else graph
         except GradstowError:
             raise
         except Exception as error:

@@ -67,7 +67,7 @@ class Executor:
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._begun, self.ran = False, 0
-        with compile_settings():
+        with compile_settings(self.source.told):
             return self._call(module, args, kwargs)
 
     def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
