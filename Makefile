@@ -10,7 +10,7 @@ export MALLOC_MMAP_THRESHOLD_ := 1048576
 export MALLOC_TRIM_THRESHOLD_ := 1048576
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check format bench gpu clean
+.PHONY: help demo test coverage check format bench zoo gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -37,6 +37,9 @@ format: $(READY) ## sort imports, fix what can be fixed, format
 
 bench: $(READY) ## table of step peaks and times, planned against plain
 	$(BIN)/python benchmarks/step_table.py
+
+zoo: $(READY) ## every torchvision model, timm family and many transformers, plain against planned (an hour)
+	$(BIN)/python benchmarks/zoo --resume
 
 gpu: $(READY) ## all tests and the table on a CUDA device; fails where there is none
 	@$(BIN)/python -c 'import sys, torch; \

@@ -26,9 +26,11 @@ from gradstow.capture._capture import (
     nothing_captured,
     resident_bytes,
     see,
+    was_told,
     weights_signature,
 )
 from gradstow.capture._cut import cut
+from gradstow.capture._fakes import same_randomness
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
@@ -36,6 +38,7 @@ from gradstow.capture._parts import expose_parts, hide_parts, is_part
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import compiled_nodes
 from gradstow.capture._rerun import OutputRef, rerun_call
+from gradstow.capture._strides import Strides, arrived_strides, expected_strides, keep_layouts, restrided
 from gradstow.capture._tree import batch_signature, storage_key, tensors
 
 __all__ = [
@@ -48,7 +51,9 @@ __all__ = [
     "Seen",
     "Step",
     "StepLog",
+    "Strides",
     "aot",
+    "arrived_strides",
     "aten_names",
     "batch_signature",
     "boxed",
@@ -63,6 +68,7 @@ __all__ = [
     "cut",
     "device_of",
     "existing_gradients",
+    "expected_strides",
     "expose_parts",
     "find_loss",
     "fingerprint",
@@ -72,6 +78,7 @@ __all__ = [
     "is_part",
     "is_tangent",
     "is_whole_call",
+    "keep_layouts",
     "listen",
     "mutated_inputs",
     "normalize",
@@ -80,8 +87,11 @@ __all__ = [
     "overwriting_call",
     "rerun_call",
     "resident_bytes",
+    "restrided",
+    "same_randomness",
     "see",
     "storage_key",
     "tensors",
+    "was_told",
     "weights_signature",
 ]

@@ -68,17 +68,40 @@ class RehearsalFailed(CaptureError):
 def capture(model: torch.nn.Module, step: Step) -> Captured:
     """Rehearse ``step`` on fake tensors. Allocates nothing of the step's size.
 
+    A model that asks whether it is being compiled hears no, so that it goes the way that it goes in plain PyTorch.
+    Where that way cannot be traced whole it hears yes, if that helps.
+
     Raises:
         RehearsalFailed: where fakes do not do.
         CaptureError: where there is nothing to plan; the model is unchanged.
     """
+    first: Captured | None = None
+    with contextlib.suppress(RehearsalFailed):
+        first = _capture(model, step, told=False)
+    if first is not None and not first.common.breaks:
+        return first
+    try:
+        other = _capture(model, step, told=True)
+    except CaptureError:
+        if first is None:
+            raise
+        return first
+    return other if first is None or len(other.common.breaks) < len(first.common.breaks) else first
+
+
+def was_told(graph: StepGraph) -> bool:
+    """Whether the model heard that it was being compiled when this graph was captured."""
+    return graph.versions.get("compiling") == "told"
+
+
+def _capture(model: torch.nn.Module, step: Step, *, told: bool) -> Captured:
     device = device_of(model)
-    with same_randomness(), compile_settings(), listen() as heard:
+    with same_randomness(), compile_settings(told), listen() as heard:
         try:
             with same_randomness(), contextlib.suppress(NothingCaptured):
-                return _rehearse(model, step, Fakes(), device, heard)
+                return _rehearse(model, step, Fakes(), device, heard).told(told)
             heard.calls.clear()
-            return _rehearse(model, step, Fakes(), device, heard, parts=True)
+            return _rehearse(model, step, Fakes(), device, heard, parts=True).told(told)
         except GradstowError:
             raise
         except Exception as error:
@@ -186,6 +209,12 @@ class Captured:
     outputs_held: bool
     existing: frozenset[int]
     common: StepGraph
+
+    def told(self, told: bool) -> Captured:
+        """The same with a note that the model heard that it was being compiled."""
+        if not told:
+            return self
+        return replace(self, common=replace(self.common, versions={**self.common.versions, "compiling": "told"}))
 
     def graph(self, actions: Sequence[Action] = ()) -> StepGraph:
         last = max(i for i, r in enumerate(self.order) if r.compiled.managed)

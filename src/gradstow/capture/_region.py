@@ -297,6 +297,7 @@ class _Builder:
 # torch computes these unreduced, and the reduced result stays on the storage of that size
 _UNREDUCED = {
     torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.col2im.default,  # resizes what it allocates like its input
     torch.ops.aten.mse_loss.default,
     torch.ops.aten.smooth_l1_loss.default,
     torch.ops.aten.soft_margin_loss.default,

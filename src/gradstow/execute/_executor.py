@@ -20,6 +20,7 @@ from gradstow.capture import (
     cut,
     fresh_function,
     is_whole_call,
+    keep_layouts,
 )
 from gradstow.execute._eager import generate
 from gradstow.execute._lower import deliver
@@ -72,7 +73,7 @@ class Executor:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._begun, self.ran = False, 0
         try:
-            with compile_settings():
+            with compile_settings(self.source.told):
                 return self._call(module, args, kwargs)
         except torch._dynamo.exc.TorchRuntimeError:  # an op refuses its inputs
             if self._begun:
@@ -94,8 +95,12 @@ class Executor:
             self.programs.append(program)
             return program.lowered.forward, _for_aot(program)
 
+        def forward(_gm: fx.GraphModule, _inputs: Any) -> Any:
+            keep_layouts()
+            return self.source.forward(programs[-1])
+
         compiled = aot(
-            lambda _gm, _inputs: self.source.forward(programs[-1]),
+            forward,
             lambda _gm, _inputs: self.source.backward(programs[-1]),
             partition,
             self.device,

@@ -11,7 +11,17 @@ from torch import fx
 
 from gradstow._errors import CaptureError
 from gradstow.actions import named
-from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
+from gradstow.capture import (
+    InputRole,
+    JointGraph,
+    Strides,
+    arrived_strides,
+    build_region,
+    expected_strides,
+    is_tangent,
+    normalize,
+    restrided,
+)
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
 from gradstow.execute._stream import Current
 from gradstow.ir import Deliver, GraphBreak, Region, RegionSchedule, Run, StorageKind, write_events
@@ -37,15 +47,20 @@ class RegionProgram:
     end: GraphBreak | None = None
     forward: Callable[[list[Any]], Any] = field(init=False)
     lowered: Lowered = field(init=False)
-    _backwards: dict[tuple[bool, ...], Callable[[list[Any]], Any]] = field(init=False, default_factory=dict)
+    _backwards: dict[tuple[tuple[bool, ...], Strides], Callable[[list[Any]], Any]] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         tangents = [n for n in self.raw.graph.find_nodes(op="placeholder") if is_tangent(n)]
         self.planned = self.region.tangent_mask or (True,) * len(tangents)
-        joint = self._joint(self.planned)
+        self.strides = expected_strides(self.raw)
+        joint = self._joint(self.raw, self.planned)
         self.lowered = lower(joint, self.schedule)
         self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
-        self._backwards[self.planned] = self.generate(self.lowered.backward, self.lowered.backward_victims)
+        self._backwards[self.planned, self.strides] = self.generate(
+            self.lowered.backward, self.lowered.backward_victims
+        )
         self.groups = _groups(self.region, self.schedule)
         self.current = Current()
         self._stand_ins: dict[int, torch.Tensor] = {}
@@ -61,14 +76,15 @@ class RegionProgram:
         mask = tuple(t is not None for t in tangents)
         if not any(mask):
             return [None] * len(self.region.gradients)
-        if mask not in self._backwards:
-            self._backwards[mask] = self._unplanned(mask)
-        if mask != self.planned:
+        kind = mask, arrived_strides(tangents, self.strides)
+        if kind not in self._backwards:
+            self._backwards[kind] = self._unplanned(*kind)
+        if kind != (self.planned, self.strides):
             self.unplanned_runs += 1
         saved += [t for t in tangents if t is not None]
         del tangents
-        result = self._backwards[mask](saved)
-        if mask != self.planned or not self.groups:
+        result = self._backwards[kind](saved)
+        if kind != (self.planned, self.strides) or not self.groups:
             return result
         handover = self.current.handover
         assert handover is not None, "its forward made one"
@@ -83,8 +99,8 @@ class RegionProgram:
             self._stand_ins[position] = zero.expand(val.shape)
         return self._stand_ins[position]
 
-    def _joint(self, mask: Sequence[bool]) -> JointGraph:
-        module = normalize(self.raw, mask)
+    def _joint(self, raw: fx.GraphModule, mask: Sequence[bool]) -> JointGraph:
+        module = normalize(raw, mask)
         return build_region(
             module,
             self.num_forward_outputs,
@@ -95,9 +111,9 @@ class RegionProgram:
             actions=named(self.region.actions),
         )
 
-    def _unplanned(self, mask: tuple[bool, ...]) -> Callable[[list[Any]], Any]:
-        """A backward for other tangents, from the tensors that the plan saved."""
-        joint = self._joint(mask)
+    def _unplanned(self, mask: tuple[bool, ...], strides: Strides) -> Callable[[list[Any]], Any]:
+        """A backward for other tangents, or other layouts of them, from the tensors that the plan saved."""
+        joint = self._joint(self.raw if strides == self.strides else restrided(self.raw, strides), mask)
         region = joint.region
         saved = set(self.lowered.saved)
         here = {n.name: region.values[v].storage for v, n in enumerate(joint.value_nodes) if n is not None}
