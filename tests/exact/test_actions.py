@@ -144,6 +144,9 @@ def test_what_is_kept_without_any_recomputation() -> None:
     assert found["gradstow.pack_bits.default"] == second // 4 // 8
     assert "aten.relu.default" not in found
     assert plan.predicted_step_peak_bytes < 0.8 * plan.plain_step_peak_bytes
+    rows = {row.op: row for row in plan.rows if row.decision == "compress"}
+    assert rows.keys() == {"relu", "max_pool2d_with_indices", "keep_mask"}
+    assert rows["keep_mask"].reason == f"kept as {second // 4 // 8} B, exactly"
 
 
 def compressed(model: torch.nn.Module, **options: Any) -> gs.Plan:
