@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from gradstow.errors import BudgetTooSmall
 from gradstow.ir import StepGraph
+from gradstow.planner import make_plan, smallest_peak
 from gradstow.planner._evaluate import evaluate, expand
 from gradstow.planner._problem import build_problem
-from graphs import MIB, chain, costs_of, elementwise, multi_output, step, with_region
+from graphs import MIB, Sketch, chain, costs_of, elementwise, multi_output, step, with_region
 
 
 def during(graph: StepGraph, *, keep: bool) -> list[float]:
@@ -32,6 +34,17 @@ def test_what_is_made_beside_a_copy_that_the_caller_holds_is_dropped_at_once() -
     graph = with_region(multi_output(), 0, outputs=(3, 5), held=True)  # hands out pool.0 as well
     # backward: pool.0, g and t all along; bg; f; pool once more, both of its outputs; without that copy bpool; bf
     assert during(graph, keep=False) == [4, 7, 2, 4, 8, 11, 10, 8]
+
+
+def test_a_step_of_nothing_but_views_needs_what_is_outside() -> None:
+    s = Sketch()
+    graph = step(s.done((s.view(s.resident()),), {}), outside_bytes=100)
+    problem = build_problem(graph, costs_of(graph))
+    found = evaluate(problem, [])
+    assert (found.during, found.peak_bytes) == ([], 100)
+    assert smallest_peak(graph, costs_of(graph)) == (100, 100)
+    with pytest.raises(BudgetTooSmall, match="100 B, set by code outside of any graph;"):
+        make_plan(graph, costs_of(graph), step_budget=99, budget="")
 
 
 def test_what_dies_is_written_over() -> None:
