@@ -13,6 +13,7 @@ from gradstow.ir import (
     Free,
     Op,
     OpCost,
+    PlainForm,
     Region,
     Rerun,
     Resident,
@@ -352,6 +353,21 @@ def scaled(size: int = MIB) -> StepGraph:
     (bg,) = s.op("bg", (t, f, table), (size,), backward=True)
     flat = s.view(table, "flat", backward=True)
     (bf,) = s.op("bf", (bg, x, flat), (size,), backward=True)
+    return step(s.done((g,), {w: bf}))
+
+
+def coded(size: int = MIB) -> StepGraph:
+    """x → f → g; the backward reads f as decoded from something an eighth of its size, where plain reads f itself."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (f,) = s.op("f", (x,), (size,))
+    (code,) = s.op("encode", (f,), (size // 8,), lazy=True)
+    (decoded,) = s.op("decode", (code,), (size,), lazy=True)
+    (g,) = s.op("g", (f, w), (size,))
+    t = s.tangent(size, "t")
+    plain = PlainForm((t, f), "region 0 bg")
+    (bg,) = s.op("bg", (t, decoded), (size,), backward=True, plain=plain)
+    (bf,) = s.op("bf", (bg, x), (size,), backward=True)
     return step(s.done((g,), {w: bf}))
 
 
