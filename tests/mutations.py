@@ -78,7 +78,7 @@ class Dropped:
     def breaks(self, graph: StepGraph, schedule: Schedule) -> bool:
         """A gradient that is given back and was not handed over is lost."""
         event, *later = events(schedule, self.region, self.backward)[self.index :]
-        lost = _delivered(graph, self.region, event) if isinstance(event, Deliver) else set()
+        lost = _on(graph, self.region, _needs(graph, self, event))
         return any(isinstance(e, Free) and e.storage in lost for e in later)
 
 
@@ -95,9 +95,9 @@ class Swapped:
         return _with(schedule, self, (*found[:i], found[i + 1], found[i], *found[i + 2 :]))
 
     def shows(self, graph: StepGraph, schedule: Schedule, plain: bool) -> bool:
-        """Two Runs are told apart by name. A Free that comes sooner or later changes the bytes of the Run beside it,
+        """Two Runs are told apart by name, and a Free changes the bytes of the Run that it passes.
 
-        but for a storage that this Run makes and the Free came right after: too soon, it finds nothing to give back.
+        But where this Run makes the storage, the Free comes too soon and gives nothing back: it is as if dropped.
         """
         first, second, *later = events(schedule, self.region, self.backward)[self.index :]
         if isinstance(first, Run) and isinstance(second, Run):
@@ -112,19 +112,16 @@ class Swapped:
     def breaks(self, graph: StepGraph, schedule: Schedule) -> bool:
         """The second event reads, frees or hands over what the first makes, or gives back what the first needs."""
         first, second = events(schedule, self.region, self.backward)[self.index : self.index + 2]
-        needs = _needs(graph, self, first)
-        if isinstance(second, Free) and second.storage in needs:
+        if isinstance(second, Free) and second.storage in _on(graph, self.region, _needs(graph, self, first)):
             return True
         if not isinstance(first, Run):
             return False
-        op = graph.regions[self.region].ops[first.op]
-        made = (
-            _on(graph, self.region, op.outputs) if op.view else _made(graph, self.region, first, again=_again(self, op))
-        )
-        new = {s for s in made if op.view or not _there(graph, schedule, self, s)}
-        if op.view:  # another view of the same storage may do
-            return isinstance(second, Run) and bool(set(op.outputs) & set(_reads(graph, self, second)))
-        return bool(new & ({second.storage} if isinstance(second, Free) else _needs(graph, self, second)))
+        op, needs = graph.regions[self.region].ops[first.op], _needs(graph, self, second)
+        if op.view:
+            return not set(op.outputs).isdisjoint(needs)
+        made = _made(graph, self.region, first, again=_again(self, op))
+        touched = {second.storage} if isinstance(second, Free) else _on(graph, self.region, needs)
+        return any(not _there(graph, schedule, self, s) for s in made & touched)
 
 
 @dataclass(frozen=True)
@@ -221,20 +218,15 @@ def _again(at: Fault, op: Op) -> bool:
     return at.backward and not op.backward
 
 
-def _reads(graph: StepGraph, at: Fault, run: Run) -> tuple[int, ...]:
-    op = graph.regions[at.region].ops[run.op]
+def _needs(graph: StepGraph, at: Fault, event: Event) -> tuple[int, ...]:
+    """Values that a Run reads or a Deliver hands over."""
+    region = graph.regions[at.region]
+    if isinstance(event, Deliver):
+        return tuple(region.gradients[p] for p in event.gradients)
+    if isinstance(event, Free):
+        return ()
+    op = region.ops[event.op]
     return op.rerun.inputs if _again(at, op) and op.rerun is not None else op.inputs
-
-
-def _needs(graph: StepGraph, at: Fault, event: Event) -> set[int]:
-    """Storages that a Run reads or a Deliver hands over."""
-    if isinstance(event, Run):
-        return _on(graph, at.region, _reads(graph, at, event))
-    return _delivered(graph, at.region, event) if isinstance(event, Deliver) else set()
-
-
-def _delivered(graph: StepGraph, r: int, event: Deliver) -> set[int]:
-    return _on(graph, r, tuple(graph.regions[r].gradients[p] for p in event.gradients))
 
 
 def _made(graph: StepGraph, r: int, run: Run, *, again: bool) -> set[int]:

@@ -24,6 +24,7 @@ from graphs import (
     Sketch,
     batch_norm,
     chain,
+    coded,
     diamond,
     dropout,
     elementwise,
@@ -121,6 +122,12 @@ CASES = {
         ("f", "bn.1", "bn.2"),
         "f bn g -bn.0",
         "bn bg -t -bn.0 bbn -bg.0 -f -bn.1 -bn.2 bf -bbn add -bg.1 -bf",
+    ),
+    "nothing is encoded where nothing of it is kept": Case(
+        coded(), (), (), "f g -f", "f encode -f decode -encode bg -t -decode bf -bg"
+    ),
+    "what is encoded runs in the forward where it is kept": Case(
+        coded(), ("encode",), ("encode",), "f encode g -f", "decode -encode bg -t -decode bf -bg"
     ),
     "a constant runs again where it is read, and is neither kept nor given back": Case(
         scaled(), (), (), "table f g -f", "table f bg -t -f flat bf -bg"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradstow.ir import Op, Region, Resident, SpecError, StepGraph, StorageKind, check_graph
+from gradstow.ir import Op, Region, Resident, SpecError, StepGraph, StorageKind, Value, check_graph
 from gradstow.ir._graph_rules import GRAPH_RULES
 from graphs import (
     HAND_MADE,
@@ -88,6 +88,12 @@ def twice_from(origin: tuple[int, int]) -> StepGraph:
     )
 
 
+def astray(graph: StepGraph, storage: int) -> tuple[Value, ...]:
+    """The values, of which the last lies on another storage."""
+    *others, last = region_of(graph).values
+    return (*others, replace(last, storage=storage))
+
+
 def unnamed_storage() -> StepGraph:
     graph = chain()
     return with_region(graph, 0, storages=(*region_of(graph).storages, region_of(graph).storages[0]))
@@ -113,10 +119,17 @@ def unlike_twins() -> StepGraph:
     return replace(graph, regions=tuple(replace(r, fingerprint="same") for r in graph.regions))
 
 
+def twins(**changed: object) -> StepGraph:
+    """chain() and itself again, with one of its ops changed."""
+    regions = (region_of(chain()), region_of(with_op(chain(), 0, "f2", **changed)))
+    return StepGraph(tuple(replace(r, fingerprint="same") for r in regions), Resident())
+
+
 RESIDENT, ACTIVATION, BOUNDARY = StorageKind.RESIDENT, StorageKind.ACTIVATION, StorageKind.BOUNDARY
 BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
     "ids": [
-        lambda: with_region(chain(), 0, values=(replace(region_of(chain()).values[0], storage=99),)),
+        lambda: with_region(chain(), 0, values=astray(chain(), 99)),
+        lambda: with_region(chain(), 0, values=astray(chain(), -1)),
         lambda: with_op(chain(), 0, "f2", inputs=(99,)),
         lambda: with_op(chain(), 0, "f2", outputs=(-1,)),
         lambda: with_op(batch_norm(), 0, "bn", writes=(99,)),
@@ -206,7 +219,11 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
         lambda: with_region(two_regions_and_loss(), 1, accumulated=(True, True)),
         lambda: with_region(chain(), 0, added=(True,) * 4),
     ],
-    "twins": [unlike_twins],
+    "twins": [
+        unlike_twins,
+        lambda: twins(target="another"),
+        lambda: twins(inputs=(value(chain(), "f1"),)),
+    ],
 }
 
 
@@ -250,6 +267,7 @@ def test_hand_made_graphs_are_legal(name: str) -> None:
 
 def test_what_is_legal_but_unusual() -> None:
     check_graph(over_its_input(writes=True))
+    check_graph(twins())
     check_graph(with_op(dropout(), 0, "bernoulli", pinned=""))
     check_graph(with_region(chain(), 0, tangent_mask=()))
     check_graph(with_region(chain(), 0, outputs=(*region_of(chain()).outputs, -1, value(chain(), "x"))))

@@ -21,6 +21,8 @@ from gradstow.ir import (
 from gradstow.ir._schedule_rules import SCHEDULE_RULES
 from graphs import (
     HAND_MADE,
+    MIB,
+    Sketch,
     batch_norm,
     chain,
     diamond,
@@ -79,6 +81,21 @@ def scoped() -> StepGraph:
 def added() -> StepGraph:
     """chain(2) where every weight has its gradient already."""
     return step(*chain(2).regions, grads_exist=True)
+
+
+def seen_twice() -> StepGraph:
+    """x → f → (view, relu, which may write over f) → g; the backward reads the view before and after relu."""
+    s = Sketch()
+    x, w = s.resident(MIB, "x"), s.resident(MIB, "w")
+    (f,) = s.op("f", (x,), (MIB,))
+    seen = s.view(f, "seen")
+    (relu,) = s.op("relu", (f,), (MIB,), overwrites=(f,))
+    (g,) = s.op("g", (relu, w), (MIB,))
+    t = s.tangent(MIB, "t")
+    (b1,) = s.op("b1", (t, seen), (MIB,), backward=True)
+    (b2,) = s.op("b2", (b1, relu), (MIB,), backward=True)
+    (b3,) = s.op("b3", (b2, seen), (MIB,), backward=True)
+    return step(s.done((g,), {w: b3}))
 
 
 BN_KEPT = ("bn.1", "bn.2")
@@ -168,6 +185,8 @@ LEGAL = [
     Case(elementwise(), "f relu<f g", "bg brelu<bg bf", kept=["relu"]),
     Case(viewed(), "f seen g", "seen bg bf flat add<bf", kept=["f"]),
     Case(viewed(), "f seen g", "seen bg flat bf add", kept=["f"]),
+    Case(seen_twice(), "f relu<f g", "f seen b1 -f f relu b2 seen b3"),
+    Case(seen_twice(), "f relu<f g", "f seen b1 relu<f b2 f seen b3"),
     Case(scoped(), "f relu g -f", "bg brelu bf -bg", kept=["relu"]),
     Case(batch_norm(), "f bn g", "bn bg bbn bf add", kept=["f", *BN_KEPT]),
     Case(multi_output(), "f pool -f g -pool.0", "bg bpool -pool.1 bf", kept=["pool.1"]),

@@ -16,7 +16,8 @@ from gradstow.planner._evaluate import Order, Outcome, evaluate, expand
 from gradstow.planner._moves import improve, prune, repair
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._solve import schedule_of
-from graphs import HAND_MADE, MIB, chain, costs_of, graphs_and_costs, random_costs, random_graph, with_op, with_region
+from graphs import HAND_MADE, MIB, chain, costs_of, with_op, with_region
+from random_graphs import graphs_and_costs, random_costs, random_graph
 
 
 def order_of(problem: Problem, seed: int) -> Order:

@@ -30,8 +30,9 @@ from gradstow.ir import (
 from gradstow.planner._evaluate import expand
 from gradstow.planner._problem import build_problem
 from gradstow.planner._solve import schedule_of
-from graphs import HAND_MADE, chain, costs_of, graphs_and_costs, multi_output, script, step, storages_of, viewed
+from graphs import HAND_MADE, chain, costs_of, multi_output, script, step, storages_of, viewed
 from mutations import Account, Dropped, Fault, Shrunk, Swapped, account, expected, faults, random_schedule, shrinkings
+from random_graphs import graphs_and_costs
 from replayer import Ledger
 from shapes import residual, skip
 

@@ -13,7 +13,8 @@ from gradstow.errors import BudgetTooSmall
 from gradstow.ir import CostTable, Op, PlanData, Schedule, StepGraph, Timeline, check_schedule, just_in_time, replay
 from gradstow.planner import make_plan
 from gradstow.planner._problem import build_problem
-from graphs import MIB, graphs_and_costs, random_costs, random_graph
+from graphs import MIB
+from random_graphs import graphs_and_costs, random_costs, random_graph
 from replayer import Ledger
 
 GAP = 0.005  # the solver's

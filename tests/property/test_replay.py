@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gradstow.ir import CostTable, Schedule, StepGraph, StorageKind, check_schedule, replay
-from graphs import graphs_and_costs, random_costs, random_graph
 from mutations import account, expected, random_schedule
+from random_graphs import graphs_and_costs, random_costs, random_graph
 from replayer import Ledger
 
 

@@ -62,7 +62,7 @@ def evaluate(problem: Problem, order: Order, *, reuse: bool = True) -> Outcome:
     _backward(problem, kept, order, dies, beside, live, during, reuse)
     seconds = sum(node.again_seconds for node, again in order if again)
     seconds += sum(problem.forward[i].seconds for i in problem.lazy if i not in idle)
-    peak = _FORBIDDEN if kept & problem.never else max(during, default=0)
+    peak = _FORBIDDEN if kept & problem.never else max(during, default=problem.graph.outside_bytes)
     return Outcome(order, peak, seconds, kept, during, lives, idle)
 
 

@@ -180,6 +180,8 @@ def _refuse_if_over(plan: PlanData, step_budget: int) -> None:
 def _culprit(problem: Problem, outcome: Outcome) -> str:
     """The op and the largest value alive at the peak, in words."""
     index = outcome.peak_at
+    if index < 0:
+        return "code outside of any graph"
     if index >= outcome.start:
         node = outcome.order[index - outcome.start][0]
     elif index < len(problem.forward):
