@@ -10,16 +10,22 @@ export MALLOC_MMAP_THRESHOLD_ := 1048576
 export MALLOC_TRIM_THRESHOLD_ := 1048576
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench gpu clean
+.PHONY: help demo test coverage check format bench zoo gpu clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "make %-8s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
 demo: $(READY) ## train ResNet-50 plain and under a memory limit, and show both (3 minutes)
 	$(BIN)/gradstow demo
 
 test: $(READY) ## all tests that run on a CPU
-	$(BIN)/python -m pytest -q
+	@code=0; $(MAKE) --no-print-directory coverage || code=1; \
+	$(BIN)/python -m pytest -q --ignore=tests/null || code=1; exit $$code
+
+# Only these: counting takes three times as long, and hand-made graphs say exactly what is expected of each line.
+coverage: $(READY) ## the tests on hand-made graphs, and that they reach 95 % of ir and planner
+	$(BIN)/python -m coverage run -m pytest -q tests/null
+	$(BIN)/python -m coverage json -q -o - | $(BIN)/python tests/covered.py
 
 check: $(READY) ## lint, formatting, types, import rules
 	@code=0; for tool in "ruff check" "ruff format --check" mypy lint-imports; do \
@@ -32,6 +38,9 @@ format: $(READY) ## sort imports, fix what can be fixed, format
 bench: $(READY) ## table of step peaks and times, planned against plain
 	$(BIN)/python benchmarks/step_table.py
 
+zoo: $(READY) ## every torchvision model, timm family and many transformers, plain against planned (an hour)
+	$(BIN)/python benchmarks/zoo --resume
+
 gpu: $(READY) ## all tests and the table on a CUDA device; fails where there is none
 	@$(BIN)/python -c 'import sys, torch; \
 	torch.cuda.is_available() or sys.exit("make gpu: torch " + torch.__version__ + " sees no CUDA device here")'
@@ -39,7 +48,7 @@ gpu: $(READY) ## all tests and the table on a CUDA device; fails where there is 
 	$(BIN)/python benchmarks/step_table.py --device cuda
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

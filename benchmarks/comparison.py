@@ -19,7 +19,8 @@ import gradstow as gs
 from _cases import CASES, WAYS, Case, build, checkpointed
 from _rows import VERSIONS, parse, versions, write
 from gradstow._stow import stow_model
-from gradstow._verify import Proof, Trainee, median_interval, same_rng, step_peak, time_ratios
+from gradstow._verify import Proof, Trainee, median_interval, step_peak, time_ratios
+from gradstow.capture import same_randomness
 from gradstow.planner import frontier, make_plan
 
 MIB = 1 << 20
@@ -72,14 +73,14 @@ def budget_text(whole: gs.Plan, step_budget: int) -> str:
 def planned(proof: Proof, plan: gs.Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     twin = proof.trainee()
     stow_model(twin.model, None, plan, "auto", None, None)
-    with same_rng():
+    with same_randomness():
         twin.step()  # lowers the plan
     ratio = plan.predicted_seconds / plan.plain_seconds
     return {**measured(proof, twin, arguments), "predicted_ratio": ratio, "rerun_ops": plan.rerun_ops}
 
 
 def measured(proof: Proof, twin: Trainee, arguments: argparse.Namespace) -> dict[str, Any]:
-    with same_rng():
+    with same_randomness():
         try:
             peak = step_peak(twin, arguments.device)
         except (RuntimeError, TypeError) as error:

@@ -16,7 +16,8 @@ import gradstow as gs
 from _cases import CASES, Case, build
 from _rows import VERSIONS, parse, versions, write
 from gradstow._stow import stow_model
-from gradstow._verify import Proof, compare, same_rng, step_peak
+from gradstow._verify import Proof, compare, step_peak
+from gradstow.capture import same_randomness
 from gradstow.planner import frontier
 
 MIB = 1 << 20
@@ -44,7 +45,7 @@ def run(name: str, case: Case, arguments: argparse.Namespace) -> None:
         assert isinstance(plan, gs.Plan)
         twin = proof.trainee()
         stow_model(twin.model, None, plan, "auto", None, None)
-        with same_rng():
+        with same_randomness():
             got = twin.train(1, lambda _n: None)
             peak = step_peak(twin, arguments.device)
         budget = int(plan.budget.removesuffix(" B")) - plan.resident_bytes

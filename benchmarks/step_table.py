@@ -22,7 +22,8 @@ import gradstow as gs
 from _cases import CASES, Case, build, checkpointed
 from _rows import RESULTS, VERSIONS, versions, write
 from gradstow._units import Budget
-from gradstow._verify import Proof, median_interval, same_rng, step_peak, time_ratios
+from gradstow._verify import Proof, median_interval, step_peak, time_ratios
+from gradstow.capture import same_randomness
 from gradstow.planner import make_plan
 
 MIB = 1 << 20
@@ -110,7 +111,7 @@ def block_row(proof: Proof, case: Case, arguments: argparse.Namespace) -> dict[s
     """torch.utils.checkpoint around every block, measured beside plain in the same process."""
     twin = proof.trainee()
     checkpointed(twin.model, case, "every block")
-    with same_rng():
+    with same_randomness():
         try:
             peak = step_peak(twin, arguments.device)
         except RuntimeError as error:

@@ -1,7 +1,4 @@
-"""Step graphs without tensors: a sketch pad, small hand-made graphs, and random legal ones.
-
-``random_graph`` draws through ``pick(low, high)``, so that Hypothesis and ``random.Random`` can both drive it.
-"""
+"""Step graphs without tensors: a sketch pad, and small hand-made graphs (``random_graphs`` has random ones)."""
 
 from __future__ import annotations
 
@@ -9,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hypothesis import strategies as st
-
 from gradstow.ir import (
     CostTable,
+    Deliver,
     Event,
     Free,
     Op,
     OpCost,
+    PlainForm,
     Region,
     Rerun,
     Resident,
@@ -29,7 +26,6 @@ from gradstow.ir import (
 )
 
 MIB = 2**20
-Pick = Callable[[int, int], int]
 
 
 @dataclass
@@ -84,6 +80,12 @@ class Sketch:
         self.ops.append(Op(name, "view", (source,), (made,), backward=backward, view=True))
         return made
 
+    def constant(self, nbytes: int, name: str = "") -> int:
+        """What the graph itself holds: a view of nothing, there whenever it is asked for."""
+        made = self.new(nbytes, StorageKind.RESIDENT, name)
+        self.ops.append(Op(name, "constant", (), (made,), view=True))
+        return made
+
     def nbytes(self, value: int) -> int:
         return self.storages[self.values[value].storage].nbytes
 
@@ -102,13 +104,20 @@ class Sketch:
             outputs=tuple(outputs),
             tangents=tuple(self.tangents),
             gradients=tuple(gradients.get(v, -1) for v in self.inputs),
-            **{"tangent_mask": (True,) * len(self.tangents), "accumulated": accumulated, **fields},
+            **{
+                "tangent_mask": (True,) * len(self.tangents),
+                "accumulated": accumulated,
+                "added": (False,) * len(accumulated),
+                **fields,
+            },
         )
 
 
 def step(*regions: Region, **fields: Any) -> StepGraph:
     """A legal StepGraph; the caller holds no outputs unless told otherwise."""
     fields.setdefault("outputs_held", any(r.held for r in regions))
+    if fields.pop("grads_exist", False):
+        regions = tuple(replace(r, added=r.accumulated) for r in regions)
     graph = StepGraph(regions, fields.pop("resident", Resident()), **fields)
     check_graph(graph)
     return graph
@@ -128,7 +137,8 @@ def costs_of(
 
 
 def script(region: Region, text: str) -> tuple[Event, ...]:
-    """Events by name: ``f`` runs op f, ``relu<f`` lets it take over value f, ``-f`` frees value f's storage."""
+    """Events by name: ``f`` runs op f, ``relu<f`` lets it take over value f, ``-f`` frees value f's storage,
+    ``^w,v`` delivers the gradients of the inputs w and v."""
     ops = {op.name: i for i, op in enumerate(region.ops)}
     values = {v.name: i for i, v in enumerate(region.values)}
     events: list[Event] = []
@@ -136,6 +146,8 @@ def script(region: Region, text: str) -> tuple[Event, ...]:
         name, _, taken = word.partition("<")
         if word.startswith("-"):
             events.append(Free(region.values[values[word[1:]]].storage))
+        elif word.startswith("^"):
+            events.append(Deliver(tuple(region.inputs.index(values[name]) for name in word[1:].split(","))))
         else:
             events.append(Run(ops[name], values[taken] if taken else -1))
     return tuple(events)
@@ -310,6 +322,13 @@ def two_regions_and_loss(size: int = MIB, *, held: bool = True) -> StepGraph:
     return step(one, two, three)
 
 
+def passed_on(size: int = MIB) -> StepGraph:
+    """two_regions_and_loss() where region 1 hands out what it got too, and v was made in between, by no graph."""
+    graph = replace(two_regions_and_loss(size, held=False), outputs_held=True)
+    one = graph.regions[1]
+    return with_region(graph, 1, outputs=(*one.inputs[:1], *one.outputs), accumulated=(False, False))
+
+
 def read_twice(size: int = MIB) -> StepGraph:
     """The backward reads a as a view and as itself, with b between: what is made again first depends on that."""
     s = Sketch()
@@ -321,6 +340,35 @@ def read_twice(size: int = MIB) -> StepGraph:
     seen = s.view(a, "seen", backward=True)
     (back,) = s.op("back", (t, seen, b, a), (size,), backward=True)
     return step(s.done((out,), {w: back}))
+
+
+def scaled(size: int = MIB) -> StepGraph:
+    """x → f, which reads a constant → g; both backwards read the constant, one of them as a view."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    table = s.constant(4 * size, "table")
+    (f,) = s.op("f", (x, table), (size,))
+    (g,) = s.op("g", (f, w), (size,))
+    t = s.tangent(size, "t")
+    (bg,) = s.op("bg", (t, f, table), (size,), backward=True)
+    flat = s.view(table, "flat", backward=True)
+    (bf,) = s.op("bf", (bg, x, flat), (size,), backward=True)
+    return step(s.done((g,), {w: bf}))
+
+
+def coded(size: int = MIB) -> StepGraph:
+    """x → f → g; the backward reads f as decoded from something an eighth of its size, where plain reads f itself."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (f,) = s.op("f", (x,), (size,))
+    (code,) = s.op("encode", (f,), (size // 8,), lazy=True)
+    (decoded,) = s.op("decode", (code,), (size,), lazy=True)
+    (g,) = s.op("g", (f, w), (size,))
+    t = s.tangent(size, "t")
+    plain = PlainForm((t, f), "region 0 bg")
+    (bg,) = s.op("bg", (t, decoded), (size,), backward=True, plain=plain)
+    (bf,) = s.op("bf", (bg, x), (size,), backward=True)
+    return step(s.done((g,), {w: bf}))
 
 
 def shared_gradient(size: int = MIB) -> StepGraph:
@@ -344,220 +392,8 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "batch_norm": batch_norm,
     "dropout": dropout,
     "read_twice": read_twice,
+    "scaled": scaled,
     "shared_gradient": shared_gradient,
     "two_regions_and_loss": two_regions_and_loss,
+    "passed_on": passed_on,
 }
-
-
-# ---------------------------------------------------------------------------------------- random
-
-
-@dataclass
-class _Grower:
-    """Grows one random region: a forward, and a backward that has the shape of its derivative."""
-
-    pick: Pick
-    sketch: Sketch
-    unit: int
-    pool: list[int] = field(default_factory=list)
-    grads: dict[int, int] = field(default_factory=dict)
-    made: int = 0
-
-    def chance(self, percent: int) -> bool:
-        return self.pick(1, 100) > 100 - percent
-
-    def size(self) -> int:
-        return self.unit * self.pick(1, 4) + (self.pick(0, 3) if self.unit < 1024 else 0)
-
-    def some(self, values: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` of the values, the last ones more often."""
-        chosen: list[int] = []
-        for _ in range(min(most, len(values))):
-            back = min(self.pick(0, len(values) - 1), self.pick(0, len(values) - 1))
-            value = values[len(values) - 1 - back]
-            if value not in chosen:
-                chosen.append(value)
-        return chosen
-
-    def name(self, kind: str) -> str:
-        self.made += 1
-        return f"{kind}{self.made}"
-
-    # -- forward
-
-    def forward(self, ops: int) -> None:
-        s = self.sketch
-        for _ in range(ops):
-            sources = self.some(self.pool, self.pick(1, 2))
-            if self.chance(50):
-                sources = list(dict.fromkeys([self.pool[-1], *sources]))
-            kinds = (self._plain, self._plain, self._plain, self._elementwise, self._elementwise, self._several)
-            kind = [*kinds, self._view, self._pinned, self._again][self.pick(0, 8)]
-            self.pool += kind(s, sources)
-
-    def _plain(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
-        return s.op(self.name("op"), sources, (self.size(),))
-
-    def _elementwise(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
-        size = s.nbytes(sources[0])
-        over = tuple(v for v in sources if s.nbytes(v) == size)
-        return s.op(self.name("elementwise"), sources, (size,), overwrites=over)
-
-    def _several(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
-        return s.op(self.name("several"), sources, [self.size() for _ in range(self.pick(2, 3))])
-
-    def _view(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
-        return (s.view(sources[0], self.name("view")),)
-
-    def _pinned(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
-        return s.op(self.name("pinned"), sources, (self.size(),), pinned="draws random numbers")
-
-    def _again(self, s: Sketch, sources: list[int]) -> tuple[int, ...]:
-        form = self.pick(0, 2)
-        again = (((sources[0], -2, -3), (0,)), ((sources[0],), (0, 1, 2)), (tuple(sources), (0, 1)))[form]
-        sizes = (self.size(), self.size(), self.size())
-        return s.op(self.name("norm"), sources, sizes, again=again)
-
-    # -- backward
-
-    def backward(self, outputs: Sequence[int]) -> tuple[bool, ...]:
-        """Returns the tangent mask."""
-        s = self.sketch
-        forward = list(s.ops)
-        targets = [v for v in outputs if v >= 0 and s.kind(v) is StorageKind.ACTIVATION]
-        mask = [self.chance(80) for _ in targets]
-        if targets and not any(mask):
-            mask[-1] = not self.chance(10)
-        for v, arrives in zip(targets, mask, strict=True):
-            if arrives:
-                self._give(v, s.tangent(s.nbytes(v)))
-        for op in reversed(forward):
-            arriving = list(dict.fromkeys(self.grads[v] for v in op.outputs if v in self.grads))
-            if arriving:
-                self._derive(op, arriving)
-        if s.tangents and self.chance(20):
-            s.view(s.tangents[0], self.name("unread"), backward=True)
-        return tuple(mask)
-
-    def _derive(self, op: Op, arriving: list[int]) -> None:
-        s = self.sketch
-        targets = [v for v in op.inputs if s.kind(v) is not StorageKind.RESIDENT or self.chance(70)]
-        if op.view:
-            for v in targets:
-                self._give(v, s.view(arriving[0], self.name("bview"), backward=True))
-            return
-        saved = self.some([*self.pool, *op.inputs, *op.outputs], self.pick(0, 3))
-        saved = [s.view(v, self.name("bview"), backward=True) if self.chance(20) else v for v in saved]
-        if saved and self.chance(10):
-            saved += s.op(self.name("formula"), saved[:1], (self.size(),), backward=True)
-        if not targets:
-            return
-        if self.chance(25):
-            made = s.op(self.name("back"), (*arriving, *saved), [s.nbytes(v) for v in targets], backward=True)
-            for v, grad in zip(targets, made, strict=True):
-                self._give(v, grad)
-            return
-        for v in targets:
-            same = [g for g in arriving if s.nbytes(g) == s.nbytes(v)]
-            if same and self.chance(15):
-                self._give(v, same[0])
-                continue
-            over = tuple(same) if self.chance(50) else ()
-            reads = (*arriving, *saved)
-            self._give(v, *s.op(self.name("back"), reads, (s.nbytes(v),), backward=True, overwrites=over))
-
-    def _give(self, value: int, grad: int) -> None:
-        """One more gradient for a value: the first as it is, later ones added."""
-        s, before = self.sketch, self.grads.get(value)
-        if before is None or before == grad:
-            self.grads[value] = grad
-            return
-        over = tuple(g for g in (before, grad) if s.nbytes(g) == s.nbytes(value))
-        (total,) = s.op(self.name("add"), (before, grad), (s.nbytes(value),), backward=True, overwrites=over)
-        self.grads[value] = total
-
-    def gradients(self) -> dict[int, int]:
-        return {v: self.grads[v] for v in self.sketch.inputs if v in self.grads}
-
-
-def _grow(pick: Pick, before: Sequence[Region], ops: int, unit: int, *, plain_sizes: bool) -> Region:
-    """One more region after ``before``, reading outputs of earlier ones."""
-    s = Sketch(f"region {len(before)}")
-    g = _Grower(pick, s, unit)
-    g.pool = [s.resident(g.size()) for _ in range(pick(1, 2))]
-    for r, region in enumerate(before):
-        crossing = {region.values[v].storage for v in region.outputs if v >= 0}
-        for storage in sorted(crossing):
-            item = region.storages[storage]
-            if item.kind is StorageKind.ACTIVATION and (r == len(before) - 1 or g.chance(30)):
-                g.pool.append(s.boundary(item.nbytes, (r, storage)))
-    g.forward(pick(1, ops))
-    last = next((v for v in reversed(g.pool) if s.kind(v) is StorageKind.ACTIVATION), g.pool[-1])
-    outputs = list(dict.fromkeys([*(v for v in g.pool if g.chance(12)), last]))
-    mask = g.backward(outputs)
-    if plain_sizes:
-        for i, item in enumerate(s.storages):
-            if item.kind is StorageKind.ACTIVATION and g.chance(20):
-                s.storages[i] = replace(item, plain_nbytes=g.size())
-    return s.done([*outputs, -1] if g.chance(10) else outputs, g.gradients(), tangent_mask=mask)
-
-
-def random_graph(
-    pick: Pick, *, regions: int = 1, ops: int = 7, unit: int = 100, loss: bool = True, plain_sizes: bool = True
-) -> StepGraph:
-    """A legal graph of up to so many regions of up to so many forward ops each."""
-    grown: list[Region] = []
-    for _ in range(pick(1, regions)):
-        grown.append(_grow(pick, grown, ops, unit, plain_sizes=plain_sizes))
-    outputs_held, last = bool(pick(0, 1)), len(grown) - 1
-    if loss and regions > 1 and pick(0, 1):
-        region = _grow(pick, grown, 2, unit, plain_sizes=False)
-        grown.append(replace(region, name="loss", managed=False, ops=_scoped(pick, region.ops)))
-    grown = [replace(r, held=outputs_held and i >= last) for i, r in enumerate(grown)]
-    return step(
-        *grown,
-        outputs_held=outputs_held,
-        reserve_bytes=pick(0, 1) * unit * pick(1, 6),
-        outside_bytes=pick(0, 1) * unit,
-        grads_exist=bool(pick(0, 1)),
-        resident=Resident(parameters=pick(0, 9) * unit),
-    )
-
-
-def _scoped(pick: Pick, ops: Sequence[Op]) -> tuple[Op, ...]:
-    """One call holds the forward's values until it returns; several hold the backward's."""
-    scopes, scope = [], 0
-    for op in ops:
-        scope += op.backward and (scope == 0 or bool(pick(0, 1)))
-        scopes.append(scope)
-    return tuple(replace(op, scope=scope) for op, scope in zip(ops, scopes, strict=True))
-
-
-def random_costs(pick: Pick, graph: StepGraph, *, unit: int = 100) -> CostTable:
-    """A cost for every signature: 1 to 100 ms, some with working memory."""
-    table: dict[str, OpCost] = {}
-    for region in graph.regions:
-        for op in region.ops:
-            for signature in (op.signature, "" if op.rerun is None else op.rerun.signature):
-                if signature:
-                    table[signature] = OpCost(pick(1, 100) / 1000, max(pick(-4, 4), 0) * unit)
-    return CostTable(table, "cpu", 1)
-
-
-@st.composite
-def graphs_and_costs(draw: st.DrawFn, **limits: Any) -> tuple[StepGraph, CostTable]:
-    """Strategy: a random legal graph with its costs; ``limits`` as for ``random_graph``."""
-    pick = _picker(draw)
-    graph = random_graph(pick, **limits)
-    return graph, random_costs(pick, graph, unit=limits.get("unit", 100))
-
-
-@st.composite
-def kept_sets(draw: st.DrawFn, storages: frozenset[int]) -> set[int]:
-    """Strategy: any subset."""
-    pick = _picker(draw)
-    return {s for s in sorted(storages) if pick(0, 1)}
-
-
-def _picker(draw: st.DrawFn) -> Pick:
-    return lambda low, high: draw(st.integers(low, high))

@@ -124,7 +124,7 @@ class Ledger:
         for event in self.schedule.regions[q].backward:
             if isinstance(event, Run):
                 now += 1
-            elif event.storage == storage:
+            elif isinstance(event, Free) and event.storage == storage:
                 return now
         return end
 
@@ -138,9 +138,9 @@ class Ledger:
         alive = {s: Block(self.nbytes((r, s)), 2 * now) for s in self.on(r, region.tangents)}
         self.blocks += alive.values()
         for event in plan.backward:
-            if isinstance(event, Free):
-                if event.storage in alive:
-                    alive.pop(event.storage).end = max(2 * now, last.get(event.storage, 0))
+            if isinstance(event, Free) and event.storage in alive:
+                alive.pop(event.storage).end = max(2 * now, last.get(event.storage, 0))
+            if not isinstance(event, Run):
                 continue
             op = region.ops[event.op]
             again = not op.backward
@@ -155,7 +155,8 @@ class Ledger:
                 else:
                     alive[s] = Block(self.nbytes((r, s)), 2 * now)
                     self.blocks.append(alive[s])
-            cost = self.costs.rerun(op) if again else self.costs.run(op)
+            once = self.costs.plain(op) if self.plain else self.costs.run(op)
+            cost = self.costs.rerun(op) if again else once
             self.working.append(cost.working_bytes + extra)
             now += 1
         for s, block in alive.items():
@@ -165,8 +166,9 @@ class Ledger:
         """Storage → tick at which the last one who gets it as a gradient has it in another form."""
         region = self.graph.regions[r]
         ends: dict[int, float] = {}
-        for value, ends_in_grad, given in zip(region.gradients, region.accumulated, region.inputs, strict=True):
-            if value < 0 or (ends_in_grad and self.graph.grads_exist):
+        flags = zip(region.gradients, region.accumulated, region.added, region.inputs, strict=True)
+        for value, ends_in_grad, added, given in flags:
+            if value < 0 or added:
                 continue
             origin = region.storages[region.values[given].storage].origin
             taker = r - 1 if origin is None else origin[0]

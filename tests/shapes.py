@@ -1,9 +1,22 @@
-"""Graphs of the shapes that networks have: residual chains, and skips across a U."""
+"""Graphs of the shapes that networks have: towers, residual chains, and skips across a U."""
 
 from __future__ import annotations
 
 from gradstow.ir import StepGraph
 from graphs import MIB, Sketch, step
+
+
+def tower(length: int = 8, size: int = MIB) -> StepGraph:
+    """x → f1 → … → fn without weights: the backward of each reads its input and makes one gradient, x's at the end."""
+    s = Sketch()
+    x = s.resident(size, "x")
+    acts = [x]
+    for i in range(length):
+        acts += s.op(f"f{i + 1}", (acts[-1],), (size,))
+    grad = s.tangent(size, "t")
+    for i in reversed(range(length)):
+        (grad,) = s.op(f"b{i + 1}", (grad, acts[i]), (size,), backward=True)
+    return step(s.done(acts[-1:], {x: grad}))
 
 
 def residual(length: int = 3, size: int = MIB) -> StepGraph:

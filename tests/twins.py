@@ -25,7 +25,7 @@ def assert_equal_twins(make: Callable[[], torch.nn.Module], use: Use, policy: st
     plain = make().train()
     stowed = copy.deepcopy(plain)
     if policy == "tight":
-        gs.stow(stowed, _smallest(copy.deepcopy(plain), use))
+        gs.stow(stowed, _smallest(plain, use))
     else:
         gs.stow(stowed, policy=policy)
     found = []
@@ -37,9 +37,23 @@ def assert_equal_twins(make: Callable[[], torch.nn.Module], use: Use, policy: st
 
 
 def _smallest(model: torch.nn.Module, use: Use) -> int:
-    with pytest.raises(gs.errors.BudgetTooSmall) as error:
-        use(gs.stow(model, 1))
-    return error.value.minimum_bytes
+    """A budget of one byte is raised to what each refusal names, until every step fits."""
+    with pytest.raises(gs.errors.BudgetTooSmall) as refused:
+        use(gs.stow(copy.deepcopy(model), 1))
+    budgets = [1, refused.value.minimum_bytes]
+    while budgets[-1] > budgets[-2]:
+        budgets.append(_raised(model, use, budgets[-1]))
+    assert budgets[-1] == budgets[-2], "what a refusal names is enough for the step that it refuses"
+    return budgets[-1]
+
+
+def _raised(model: torch.nn.Module, use: Use, budget: int) -> int:
+    """The budget, or what a later step of other needs asks for."""
+    try:
+        use(gs.stow(copy.deepcopy(model), budget))
+    except gs.errors.BudgetTooSmall as error:
+        return error.minimum_bytes
+    return budget
 
 
 def steps(

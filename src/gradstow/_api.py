@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,13 +11,24 @@ import torch
 from gradstow._errors import CaptureError, GradstowError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
-from gradstow._planning import PolicyLike, Progress, capture_step, plan_step, price, users_errors, with_room
+from gradstow._planning import (
+    ACTIONS,
+    PolicyLike,
+    Progress,
+    capture_step,
+    plan_step,
+    price,
+    users_errors,
+    with_room,
+)
 from gradstow._stow import MAX_PLANS, plain, stow_model, unstow_model
 from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
+from gradstow.actions import LOSSLESS
 from gradstow.capture import Step
 from gradstow.cost import find_profile
-from gradstow.planner import Effort
+from gradstow.ir import PlanData
+from gradstow.planner import Effort, make_plan
 from gradstow.planner import frontier as find_frontier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -34,6 +45,7 @@ def stow(
     optimizer: torch.optim.Optimizer | None = None,
     progress: Progress | None = None,
     max_plans: int = MAX_PLANS,
+    actions: Sequence[str] = ACTIONS,
 ) -> Model:
     """Train ``model`` inside a memory budget, with plain PyTorch's own numbers.
 
@@ -52,6 +64,7 @@ def stow(
         optimizer: counts the optimizer's state and its step as well.
         progress: called with (stage, done, total) while planning.
         max_plans: plans kept for different batch layouts and modes; the least recently used one leaves.
+        actions: what the planner may use, for comparisons: some of ``("store", "recompute", "compress")``.
 
     Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
     the backward; where the loss is computed outside of the model, twice the outputs are reserved for it.
@@ -60,7 +73,7 @@ def stow(
         BudgetError, BudgetTooSmall, CaptureError, StalePlan, PolicyError: here or at the first forward; after
             any of them the model runs as plain PyTorch.
     """
-    stow_model(model, budget, plan, policy, optimizer, progress, max_plans)
+    stow_model(model, budget, plan, policy, optimizer, progress, max_plans, actions)
     return model
 
 
@@ -87,6 +100,7 @@ def plan(
     forward: Forward | None = None,
     keep_output: bool = True,
     progress: Progress | None = None,
+    actions: Sequence[str] = ACTIONS,
 ) -> Plan:
     """Plan one training step without running it: fake tensors only, plus the timing of one op at a time.
 
@@ -104,6 +118,7 @@ def plan(
         forward: ``forward(model, batch)`` in place of the rule for calling the model.
         keep_output: whether your loop still holds the model's output while the backward runs.
         progress: called with (stage, done, total).
+        actions: as for ``stow``.
 
     Returns:
         A plan: print it, save it, hand it to ``stow(model, plan=plan)``.
@@ -116,7 +131,7 @@ def plan(
     search = replace(Effort.of(effort), interruptible=True)
     profile = None if device is None else find_profile(device)
     with users_errors():
-        return plan_step(model, step, wanted, policy, progress, search, profile)
+        return plan_step(model, step, wanted, policy, progress, search, profile, actions)
 
 
 def frontier(
@@ -129,6 +144,7 @@ def frontier(
     forward: Forward | None = None,
     keep_output: bool = True,
     progress: Progress | None = None,
+    actions: Sequence[str] = ACTIONS,
 ) -> Frontier:
     """Time against peak for one training step: plans from everything stored down to the smallest peak.
 
@@ -144,12 +160,28 @@ def frontier(
     if points < 2:
         raise GradstowError(f"a frontier needs at least two points, not points={points}.")
     with users_errors():
-        graph = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
+        captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
+    say = None if progress is None else lambda done, total: progress("plan", done, total)
+    bare = captured.graph()
+    graph = captured.graph(LOSSLESS) if "compress" in actions else bare
     costs = price(graph, progress=progress)
     graph = with_room(graph, costs)
-    say = None if progress is None else lambda done, total: progress("plan", done, total)
-    plans, proven = find_frontier(graph, costs, points=points, kind=Plan, progress=say)
-    return Frontier(tuple(p for p in plans if isinstance(p, Plan)), proven)
+    found, proven = find_frontier(graph, costs, points=points, kind=Plan, progress=say)
+    plans = [plan for plan in found if isinstance(plan, Plan)]
+    if graph.regions != bare.regions:  # where nothing is encoded storing everything takes the least time
+        prices = price(bare, progress=progress)
+        stored = make_plan(with_room(bare, prices), prices, step_budget=None, budget="", kind=Plan)
+        plans = _put_first(stored, plans)
+    return Frontier(tuple(plans), proven)
+
+
+def _put_first(stored: PlanData, plans: list[Plan]) -> list[Plan]:
+    """The plans with one of more memory before them, for which the first one goes, where it takes less time."""
+    assert isinstance(stored, Plan)
+    slower = stored.predicted_seconds >= plans[0].predicted_seconds
+    if slower or stored.predicted_step_peak_bytes <= plans[0].predicted_step_peak_bytes:
+        return plans
+    return [replace(stored, budget=f"{stored.predicted_peak_bytes} B"), *plans]
 
 
 def verify(
@@ -165,6 +197,7 @@ def verify(
     forward: Forward | None = None,
     rounds: int = 5,
     progress: Progress | None = None,
+    actions: Sequence[str] = ACTIONS,
 ) -> Verification:
     """Prove on copies that the planned step equals plain PyTorch, and measure both.
 
@@ -183,7 +216,7 @@ def verify(
         wanted = parse_budget(budget) if budget is not None else None
         step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
         with users_errors():
-            made = plan_step(model, step, wanted, policy, progress)
+            made = plan_step(model, step, wanted, policy, progress, actions=actions)
     call = forward or _default_forward(batch)
     return Proof(model, batch, call, loss, optimizer, steps, progress).check(made, rounds)
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
+from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError, PolicyError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
-from gradstow.capture import RehearsalFailed, Step, aten_names, capture, device_of, tensors
+from gradstow.actions import LOSSLESS
+from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, capture, device_of, tensors
 from gradstow.cost import Profile, analytic_costs, measured_costs
 from gradstow.ir import CostTable, StepGraph
-from gradstow.planner import Effort, Policy, make_plan, plain_step_peak, smallest_peak
+from gradstow.planner import Effort, Policy, make_plan, plain_step_peak, smallest_peak, store_all_peak
 
 Progress = Callable[[str, int, int], None]
 PolicyLike = str | Mapping[str, str] | Policy
 
+ACTIONS = ("store", "recompute", "compress")
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
 _HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
 
@@ -32,21 +34,35 @@ def plan_step(
     progress: Progress | None = None,
     effort: str | Effort = "normal",
     profile: Profile | None = None,
+    actions: Sequence[str] = ACTIONS,
 ) -> Plan:
     """Capture, price and plan one step. Allocates at most one op at a time."""
     Policy.of(policy), Effort.of(effort)  # before anything takes time
-    return plan_graph(capture_step(model, step, progress), budget, policy, progress, effort, profile)
+    check_actions(actions)
+    return plan_captured(capture_step(model, step, progress), budget, policy, progress, effort, profile, actions)
 
 
-def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None = None) -> StepGraph:
+def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None = None) -> Captured:
     """Rehearse a step that can be planned."""
     say = progress or _silent
     check_devices(model, (step.inputs, step.batch))
     _check_training(model, step.optimizer)
     say("rehearse", 0, 1)
-    graph = capture(model, step)
+    captured = capture(model, step)
     say("rehearse", 1, 1)
-    return graph
+    return captured
+
+
+def check_actions(actions: Sequence[str]) -> None:
+    """Refuse what names no action.
+
+    Raises:
+        PolicyError: with those that there are.
+    """
+    wrong = [str(name) for name in ([actions] if isinstance(actions, str) else actions) if name not in ACTIONS]
+    if wrong or isinstance(actions, str) or "store" not in actions:
+        what = f"{wrong[0]!r} is no action" if wrong else f"actions={actions!r} leaves out storing, or is no list"
+        raise PolicyError(f"{what}. Give some of {ACTIONS}, 'store' among them.")
 
 
 @contextlib.contextmanager
@@ -79,6 +95,28 @@ def price(
     return measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
 
 
+def plan_captured(
+    captured: Captured,
+    budget: Budget | None,
+    policy: PolicyLike,
+    progress: Progress | None = None,
+    effort: str | Effort = "normal",
+    profile: Profile | None = None,
+    actions: Sequence[str] = ACTIONS,
+) -> Plan:
+    """Price and plan a step that is captured.
+
+    Compression is tried only where storing everything does not fit, so that a large budget costs nothing.
+    """
+    graph = captured.graph()
+    if budget is not None and "compress" in actions and Policy.of(policy).name == "auto":
+        costs = price(graph, _timing_limit(budget), progress, profile)
+        room = with_room(graph, costs)
+        if store_all_peak(room, costs) > (_step_budget(room, costs, budget, profile) or 0):
+            graph = captured.graph(LOSSLESS)
+    return plan_graph(graph, budget, policy, progress, effort, profile, actions)
+
+
 def plan_graph(
     graph: StepGraph,
     budget: Budget | None,
@@ -86,13 +124,11 @@ def plan_graph(
     progress: Progress | None = None,
     effort: str | Effort = "normal",
     profile: Profile | None = None,
+    actions: Sequence[str] = ACTIONS,
 ) -> Plan:
-    """Price and plan a step that is captured."""
+    """Price and plan one graph."""
     say = progress or _silent
-    limit = _TIMING_LIMIT
-    if budget is not None and budget.total_bytes is not None:
-        limit = min(limit, budget.total_bytes)
-    costs = price(graph, limit, progress, profile)
+    costs = price(graph, _timing_limit(budget), progress, profile)
     graph = with_room(graph, costs)
     say("plan", 0, 1)
     result = make_plan(
@@ -104,10 +140,17 @@ def plan_graph(
         kind=Plan,
         effort=effort,
         known_ops=aten_names() if Policy.of(policy).rules else (),
+        recompute="recompute" in actions,
     )
     say("plan", 1, 1)
     assert isinstance(result, Plan)
     return result
+
+
+def _timing_limit(budget: Budget | None) -> int:
+    """Bytes that timing one op may take."""
+    given = None if budget is None else budget.total_bytes
+    return _TIMING_LIMIT if given is None else min(_TIMING_LIMIT, given)
 
 
 def with_room(graph: StepGraph, costs: CostTable) -> StepGraph:
@@ -128,6 +171,8 @@ def _signatures(graph: StepGraph) -> list[str]:
                 found[op.signature] = None
             if op.rerun is not None:
                 found[op.rerun.signature] = None
+            if op.plain is not None:
+                found[op.plain.signature] = None
     return list(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,25 +12,28 @@ import torch
 
 from gradstow._errors import BudgetTooSmall, CaptureError, warn_user
 from gradstow._plan import Plan
-from gradstow._planning import Progress, check_devices, plan_graph, plan_step, share_of
+from gradstow._planning import ACTIONS, Progress, check_devices, plan_captured, plan_graph, plan_step, share_of
 from gradstow._units import Budget
 from gradstow.capture import (
+    Captured,
     RehearsalFailed,
     Seen,
     Step,
     batch_signature,
+    captured_from,
     device_of,
+    existing_gradients,
     expose_parts,
     first_line,
     listen,
     nothing_captured,
     on_real_tensors,
-    recorded_graph,
+    resident_bytes,
     see,
     storage_key,
 )
 from gradstow.execute import Executor, Planned, Recorded, UnknownGraph, inner_error
-from gradstow.ir import GraphBreak, Region, RegionSchedule, StepGraph
+from gradstow.ir import GraphBreak, Region, RegionSchedule
 
 _RECORDS = 2  # a model whose graphs change after that is taken for one that always changes
 _MOST_GRAPHS = 128  # under the limit at which Dynamo itself gives up, silently
@@ -44,6 +48,7 @@ class Wishes:
     policy: str
     optimizer: torch.optim.Optimizer | None
     progress: Progress | None
+    actions: Sequence[str] = ACTIONS
 
 
 class Run:
@@ -56,7 +61,7 @@ class Run:
     def __init__(self, module: torch.nn.Module, wishes: Wishes) -> None:
         self.wishes = wishes
         self._names = _Names(module)
-        self._executors: dict[bool, Executor] = {}  # by whether gradients exist already
+        self._executors: dict[frozenset[int], Executor] = {}  # by which gradients exist already
         self._recording: _Recording | None = None
         self._records, self._said, self._plain = 0, False, False
         self._lock = threading.RLock()
@@ -107,7 +112,7 @@ class Run:
     def _executor(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Executor | None, bool]:
         """What runs this step, and whether it is new; None where the step has to be recorded."""
         with self._lock:
-            gradients = any(p.grad is not None for p in module.parameters())
+            gradients = existing_gradients(module)
             known = self._executors.get(gradients)
             if known is not None and not self._outdated(module, _planned(known)):
                 return known, False
@@ -152,15 +157,15 @@ class Run:
     def _plan(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Plan, bool]:
         """A plan for this call, and whether nothing else may run."""
         wishes = self.wishes
-        if wishes.plan is not None and wishes.plan.graph.batch == batch_signature((args, kwargs)):
+        if wishes.plan is not None and _serves(wishes.plan, module, args, kwargs):
             self.last = wishes.plan
             return wishes.plan, True
         step = Step(_call, (args, kwargs), optimizer=wishes.optimizer)
         if self._recording is not None:
-            graph = self._recording.graph(module, step)
-            self.last = plan_graph(graph, wishes.budget, wishes.policy, wishes.progress)
+            captured = self._recording.captured(module, step)
+            self.last = plan_captured(captured, wishes.budget, wishes.policy, wishes.progress, actions=wishes.actions)
         else:
-            self.last = plan_step(module, step, wishes.budget, wishes.policy, wishes.progress)
+            self.last = plan_step(module, step, wishes.budget, wishes.policy, wishes.progress, actions=wishes.actions)
         return self.last, False
 
     def _plan_again(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
@@ -221,9 +226,17 @@ class _Recording:
     def complete(self) -> bool:
         return self._source.log.complete
 
-    def graph(self, module: torch.nn.Module, step: Step) -> StepGraph:
+    def captured(self, module: torch.nn.Module, step: Step) -> Captured:
         assert self._seen is not None, "asked for only when complete"
-        return recorded_graph(module, step, self._source.log, self._seen)
+        return captured_from(module, step, self._source.log, self._seen)
+
+
+def _serves(plan: Plan, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a plan that was handed in is for this batch, and for as many gradients as exist."""
+    if plan.graph.batch != batch_signature((args, kwargs)):
+        return False
+    there = resident_bytes(module, (), plan.graph.device).gradients
+    return not plan.budget or plan.graph.resident.gradients == there
 
 
 def _planned(executor: Executor) -> Planned:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from gradstow._errors import CaptureError, GradstowError, StalePlan
 from gradstow._plan import Plan
-from gradstow._planning import Progress
+from gradstow._planning import ACTIONS, Progress, check_actions
 from gradstow._run import Run, Wishes
 from gradstow._units import parse_budget
 from gradstow.capture import batch_signature, device_of, hide_parts, is_part, weights_signature
@@ -44,12 +44,14 @@ def stow_model(
     optimizer: torch.optim.Optimizer | None,
     progress: Progress | None,
     max_plans: int = MAX_PLANS,
+    actions: Sequence[str] = ACTIONS,
 ) -> torch.nn.Module:
     """See ``gs.stow``."""
     _check_stowable(model)
     if isinstance(max_plans, bool) or not isinstance(max_plans, int) or max_plans < 1:
         raise GradstowError(f"max_plans={max_plans!r} keeps no plan. Give a number of at least 1.")
     policy = str(Policy.of(policy))
+    check_actions(actions)
     if plan is not None and not isinstance(plan, Plan):
         raise StalePlan(f"plan= takes a gs.Plan, not {type(plan).__name__}. Load a file with gs.Plan.load(path).")
     if plan is not None and budget is not None:
@@ -61,7 +63,9 @@ def stow_model(
         _check_plan(plan, model)
         wanted = parse_budget(plan.budget) if plan.budget else None
         policy = plan.policy
-    model._compiled_call_impl = _Stowed(model, Wishes(wanted, plan, policy, optimizer, progress), max_plans)
+    model._compiled_call_impl = _Stowed(
+        model, Wishes(wanted, plan, policy, optimizer, progress, tuple(actions)), max_plans
+    )
     return model
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from gradstow._errors import GradstowError
 from gradstow._plan import Plan
 from gradstow._planning import Progress
-from gradstow._stow import is_stowed, stow_model, unstow_model
+from gradstow._stow import is_stowed, plan_of, stow_model, unstow_model
 from gradstow._units import format_bytes, parse_budget
-from gradstow.capture import check_loss, find_loss
+from gradstow.capture import check_loss, find_loss, same_randomness
 from gradstow.cost import measure_peak
 
 Call = Callable[[torch.nn.Module, Any], Any]
@@ -97,17 +97,31 @@ class Verification:
 
 @dataclass
 class Trainee:
-    """One copy of the model with its optimizer and a way to run a step."""
+    """One copy of the model with its optimizer and a way to run a step.
+
+    ``micro_batches``: how often the gradients of a step are added up, each time of the whole batch.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     call: Call
     loss: Loss | None
     batch: Any
+    micro_batches: int = 1
 
     def step(self) -> torch.Tensor:
-        """zero_grad, forward, loss, backward; the output is dropped before the backward."""
+        """The whole step: zero_grad, and all its micro-batches."""
+        self.begin()
+        return self.finish()
+
+    def begin(self) -> None:
+        """zero_grad, and all micro-batches but the last."""
         self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(self.micro_batches - 1):
+            self.finish()
+
+    def finish(self) -> torch.Tensor:
+        """One micro-batch: forward, loss, backward; the output is dropped before the backward."""
         loss = self._loss()
         loss.backward()
         return loss.detach()
@@ -123,7 +137,7 @@ class Trainee:
         """(name, digest) of everything that must be equal, in order."""
         found: list[tuple[str, str]] = []
         for number in range(steps):
-            torch.manual_seed(_SEED + number)
+            seed(number)
             loss = self.step()
             found.append((f"loss of step {number}", digest(loss)))
             for name, parameter in self.model.named_parameters():
@@ -153,13 +167,14 @@ class Proof:
         optimizer: torch.optim.Optimizer | None,
         steps: int = 3,
         progress: Progress | None = None,
+        micro_batches: int = 1,
     ) -> None:
         if steps < 1:
             raise GradstowError(f"verify needs at least one step, not steps={steps}.")
         self.model, self.batch, self.call, self.loss, self.optimizer = model, batch, call, loss, optimizer
-        self.steps = steps
+        self.steps, self.micro_batches = steps, micro_batches
         self.say = progress or (lambda _stage, _done, _total: None)
-        with same_rng():
+        with same_randomness():
             self.plain = self.trainee()
             self.expected = self.plain.train(steps, lambda n: self.say("plain", n, steps))
             self.again = self.trainee().train(steps, lambda n: self.say("plain again", n, steps))
@@ -172,19 +187,34 @@ class Proof:
         if optimizer is None:
             trainable = [p for p in twin.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
-        return Trainee(twin, optimizer, self.call, self.loss, self.batch)
+        return Trainee(twin, optimizer, self.call, self.loss, self.batch, self.micro_batches)
 
     def check(self, plan: Plan, rounds: int = 5, inspect: Callable[[Trainee], None] | None = None) -> Verification:
         """Run the plan for the same steps, compare, measure both peaks and the time ratio.
 
         ``inspect`` gets the planned trainee before the timing, for measurements of one's own.
         """
+        return self.check_stowed(lambda model: stow_model(model, None, plan, "auto", None, None), rounds, inspect)
+
+    def check_stowed(
+        self,
+        stow: Callable[[torch.nn.Module], Any],
+        rounds: int = 5,
+        inspect: Callable[[Trainee], None] | None = None,
+    ) -> Verification:
+        """As ``check``, with whatever ``stow`` does to a twin: the plan is the one that its last step ran.
+
+        The peaks are those of one more step, so that a model whose first step is recorded is measured as planned.
+        """
         if rounds < 1:
             raise GradstowError(f"verify needs at least one round of timing, not rounds={rounds}.")
-        with same_rng():
+        with same_randomness():
             planned = self.trainee()
-            stow_model(planned.model, None, plan, "auto", None, None)
+            stow(planned.model)
             got = planned.train(self.steps, lambda n: self.say("planned", n, self.steps))
+            plan = plan_of(planned.model)
+            if plan is None:
+                raise GradstowError("no plan ran: one step alone is recorded only. Verify at least two, with steps=2.")
             differences = compare(self.expected, got)
             if self.plain_peak_bytes < 0:
                 self.plain_peak_bytes = step_peak(self.plain, plan.graph.device)
@@ -210,12 +240,11 @@ class Proof:
         )
 
 
-@contextlib.contextmanager
-def same_rng() -> Iterator[None]:
-    """Leave torch's random streams as they were."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
+def seed(number: int) -> None:
+    """Start the random streams of Python, NumPy and torch: some models mask with NumPy, or skip layers."""
+    torch.manual_seed(_SEED + number)
+    random.seed(_SEED + number)
+    np.random.seed(_SEED + number)
 
 
 def step_budget_of(plan: Plan) -> int | None:
@@ -258,13 +287,16 @@ def _rng_digest() -> str:
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
-    return " ".join(digest(s) for s in states)
+    others = repr((random.getstate(), np.random.get_state()))  # 624 numbers: numpy leaves none out under 1000
+    return " ".join([*map(digest, states), hashlib.blake2b(others.encode(), digest_size=16).hexdigest()])
 
 
 def step_peak(trainee: Trainee, device: str) -> int:
-    trainee.optimizer.zero_grad(set_to_none=True)
+    """Of the step's last micro-batch."""
+    seed(0)
+    trainee.begin()
     with measure_peak(device) as memory:
-        trainee.step()
+        trainee.finish()
     trainee.optimizer.zero_grad(set_to_none=True)
     return memory.peak_bytes
 
@@ -280,9 +312,11 @@ def time_ratios(plain: Trainee, planned: Trainee, rounds: int, progress: Callabl
 
 
 def _seconds(trainee: Trainee) -> float:
+    """Of the step's last micro-batch."""
+    trainee.begin()
     _wait()
     start = time.perf_counter()
-    trainee.step()
+    trainee.finish()
     _wait()
     return time.perf_counter() - start
 

@@ -10,16 +10,16 @@ import pytest
 import gradstow as gs
 from equality import differences, train
 from gradstow.planner import frontier
-from models import Case, ConvNet, cross_entropy, images, measured_step
+from models import Case, Transformer, measured_step, token_loss, tokens
 
-WIDE = Case(lambda: ConvNet(width=16), images(count=16, side=48), cross_entropy)
+WIDE = Case(lambda: Transformer(width=64, layers=2), lambda: tokens(32, 32), token_loss)
 
 
 def test_points_are_monotone_and_run(device: str, tmp_path: Path) -> None:
     batch = WIDE.data(device)
     found = gs.frontier(WIDE.model(device), batch, loss=WIDE.loss, points=6, keep_output=False)
     rows = found.rows
-    assert len(rows) == 6
+    assert 6 <= len(rows) <= 7  # where compression fits, storing everything as it is comes first
     peaks, seconds, bounds = ([getattr(r, name) for r in rows] for name in ("peak_bytes", "seconds", "bound_added"))
     assert peaks == sorted(peaks, reverse=True)
     assert seconds == sorted(seconds)
@@ -40,12 +40,12 @@ def test_points_are_monotone_and_run(device: str, tmp_path: Path) -> None:
 
 
 def test_the_certificate(device: str) -> None:
-    plan = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="90%")
+    plan = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="70%")
     assert 0 < plan.lower_bound_seconds <= plan.predicted_seconds
     assert plan.gap == pytest.approx(plan.predicted_seconds / plan.lower_bound_seconds - 1)
     assert plan.minimum_peak_bound_bytes <= plan.minimum_peak_bytes <= plan.predicted_peak_bytes
-    quick = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="90%", effort="quick")
-    assert quick.predicted_step_peak_bytes <= 0.9 * quick.plain_step_peak_bytes
+    quick = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="70%", effort="quick")
+    assert quick.predicted_step_peak_bytes <= 0.7 * quick.plain_step_peak_bytes
     with pytest.raises(gs.errors.PolicyError, match="no effort 'lots'"):
         gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, effort="lots")
     with pytest.raises(gs.errors.GradstowError, match="at least two points"):
@@ -57,10 +57,10 @@ def test_an_interrupt_gives_the_best_plan_so_far(device: str, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gradstow.planner._program.Stages.solve", interrupted)
-    plan = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="90%")
+    plan = gs.plan(WIDE.model(device), WIDE.data(device), loss=WIDE.loss, budget="70%")
     assert plan.solver["interrupted"] is True
-    assert plan.predicted_step_peak_bytes <= 0.9 * plan.plain_step_peak_bytes
-    model = gs.stow(WIDE.model(device), "90%")  # in the middle of training Ctrl-C stops
+    assert plan.predicted_step_peak_bytes <= 0.7 * plan.plain_step_peak_bytes
+    model = gs.stow(WIDE.model(device), "70%")  # in the middle of training Ctrl-C stops
     with pytest.raises(KeyboardInterrupt):
         WIDE.run(model, WIDE.data(device))
 

@@ -62,7 +62,7 @@ def test_peak_is_predicted_and_within_budget(name: str, budget: str, device: str
     assert abs(plan.predicted_step_peak_bytes - peak) <= 0.03 * peak
     if budget == "tight":
         assert plan.resident_bytes + peak <= asked
-        assert plan.rerun_ops > 0
+        assert any(m.recompute for m in plan.timeline.moments)  # decoding included
     elif budget == "middle":
         assert peak <= percent / 100 * plan.plain_step_peak_bytes
     else:
@@ -128,3 +128,22 @@ def test_the_peak_of_a_loss_outside_of_the_model(name: str, device: str) -> None
     assert peak <= plan.predicted_step_peak_bytes
     if name in LOSSES and device == "cpu":
         assert plan.predicted_step_peak_bytes <= 1.03 * peak
+
+
+class Folded(nn.Module):
+    """``fold`` leaves its result on a storage of its input's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.fold(self.first(x), (32, 1), (9, 1), padding=(4, 0))[..., 0]).square().mean()
+
+
+def test_a_result_on_a_larger_storage_is_counted(device: str) -> None:
+    case = Case(Folded, lambda: (torch.randn(16, 9 * 64, 32),), lambda output, _batch: output)
+    batch = case.data(device)
+    model = gs.stow(case.model(device), "100%")
+    peak = measured_step(case, model, batch, device)
+    assert peak <= plan_of(model).predicted_step_peak_bytes

@@ -6,15 +6,30 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from gradstow.ir import Free, RegionSchedule, Run, StepGraph, just_in_time, write_events
+from gradstow.ir import (
+    Deliver,
+    Event,
+    Free,
+    RegionSchedule,
+    Run,
+    StepGraph,
+    delivered_storages,
+    deliveries,
+    just_in_time,
+    write_events,
+)
 from graphs import (
     HAND_MADE,
+    MIB,
+    Sketch,
     batch_norm,
     chain,
+    coded,
     diamond,
     dropout,
     elementwise,
     multi_output,
+    scaled,
     script,
     step,
     storages_of,
@@ -42,7 +57,21 @@ class Case:
         return RegionSchedule(kept, script(region, self.forward), script(region, self.backward))
 
 
+def small_beside_large() -> StepGraph:
+    """x → f(w, v) → g(u): the gradient of v is a crumb beside that of w, and u's is made first."""
+    s = Sketch()
+    x, w, v, u = s.resident(MIB, "x"), s.resident(MIB, "w"), s.resident(100, "v"), s.resident(100, "u")
+    (f,) = s.op("f", (x, w, v), (MIB,))
+    (g,) = s.op("g", (f, u), (MIB,))
+    t = s.tangent(MIB, "t")
+    bg, gu = s.op("bg", (t, f, u), (MIB, 100), backward=True)
+    (gv,) = s.op("bv", (bg,), (100,), backward=True)
+    (gw,) = s.op("bw", (bg, x), (MIB,), backward=True)
+    return step(s.done((g,), {w: gw, v: gv, u: gu}), grads_exist=True)
+
+
 LOSS = two_regions_and_loss()
+ADDED = step(*chain().regions, grads_exist=True)
 CASES = {
     "chain, nothing kept": Case(
         chain(), (), (), "f1 f2 -f1 f3 -f2", "f1 f2 b3 -f2 -t b2 -f1 -b3.0 b1 -b2.0"
@@ -94,6 +123,15 @@ CASES = {
         "f bn g -bn.0",
         "bn bg -t -bn.0 bbn -bg.0 -f -bn.1 -bn.2 bf -bbn add -bg.1 -bf",
     ),
+    "nothing is encoded where nothing of it is kept": Case(
+        coded(), (), (), "f g -f", "f encode -f decode -encode bg -t -decode bf -bg"
+    ),
+    "what is encoded runs in the forward where it is kept": Case(
+        coded(), ("encode",), ("encode",), "f encode g -f", "decode -encode bg -t -decode bf -bg"
+    ),
+    "a constant runs again where it is read, and is neither kept nor given back": Case(
+        scaled(), (), (), "table f g -f", "table f bg -t -f flat bf -bg"
+    ),
     "a pinned op is kept though nobody asked": Case(
         dropout(),
         ("mul",),
@@ -107,6 +145,12 @@ CASES = {
         ("bernoulli",),
         "f bernoulli mul<f g -mul",
         "f mul<f bg -t -mul bmul<bg.0 -bernoulli bf -bmul add<bg.1 -bf",
+    ),
+    "gradients that are added to others leave as they are made": Case(
+        ADDED, ("f1", "f2"), ("f1", "f2"), "f1 f2 f3", "b3 ^w3 -b3.1 -t -f2 b2 ^w2 -b2.1 -b3.0 -f1 b1 ^w1 -b1 -b2.0"
+    ),
+    "small gradients wait for a large one": Case(
+        small_beside_large(), ("f",), ("f",), "f g", "bg -t -f bv bw ^u,v,w -bg.1 -bv -bw -bg.0"
     ),
     "a region's output stays for the next one": Case(LOSS, (), (), "f g -f", "f bg -t -f bf -bg"),
     "a boundary that the backward reads is kept though nobody asked": Case(
@@ -125,10 +169,10 @@ def same(got: RegionSchedule, expected: RegionSchedule) -> bool:
     )
 
 
-def _grouped(events: tuple[Run | Free, ...]) -> list[tuple[Run | None, set[int]]]:
-    groups: list[tuple[Run | None, set[int]]] = [(None, set())]
+def _grouped(events: tuple[Event, ...]) -> list[tuple[Event | None, set[int]]]:
+    groups: list[tuple[Event | None, set[int]]] = [(None, set())]
     for event in events:
-        if isinstance(event, Run):
+        if not isinstance(event, Free):
             groups.append((event, set()))
         else:
             assert event.storage not in groups[-1][1]
@@ -165,6 +209,60 @@ def test_a_tuple_to_the_last_event() -> None:
         forward=(Run(0), Run(1), Run(2), Free(f2)),
         backward=(Run(1), Run(3), Free(t), Free(f2), Run(4), Free(b3), Free(f1), Run(5), Free(b2)),
     )
+
+
+def test_plain_pytorch_hands_every_gradient_over_at_once() -> None:
+    region = small_beside_large().regions[0]
+    plan = write_events(region, {}, plain=True)
+    assert [e.gradients for e in plan.backward if isinstance(e, Deliver)] == [(3,), (2,), (1,)]
+
+
+def test_small_gradients_that_come_last_leave_with_the_last_op() -> None:
+    region = small_beside_large().regions[0]
+    ops = list(region.ops)
+    ops[-2:] = ops[:-3:-1]  # bw before bv
+    plan = write_events(replace(region, ops=tuple(ops)), {})
+    assert plan.backward == script(replace(region, ops=tuple(ops)), "bg -t -f bw ^u,w -bg.1 -bw bv ^v -bg.0 -bv")
+
+
+def test_gradients_that_are_views_of_one_storage_leave_together() -> None:
+    """As the two halves of what one op makes for a packed pair of weights."""
+    s = Sketch()
+    x, w, v = s.resident(MIB, "x"), s.resident(MIB, "w"), s.resident(MIB, "v")
+    (f,) = s.op("f", (x, w, v), (MIB,))
+    t = s.tangent(MIB, "t")
+    (both,) = s.op("both", (t, x), (2 * MIB,), backward=True)
+    (more,) = s.op("more", (both, t), (MIB,), backward=True)
+    half = s.view(s.view(both, "flat", backward=True), "half", backward=True)
+    region = step(s.done((f,), {w: both, v: half, x: more}), grads_exist=True).regions[0]
+    assert deliveries(region) == {1: (1, 2), 2: (0,)}
+    assert delivered_storages(region, deliveries(region)) == {
+        1: storages_of(region, "both"),
+        2: storages_of(region, "more"),
+    }
+    plan = write_events(region, {})
+    backward = script(region, "both flat half ^w,v more ^x -t -both -more")
+    assert same(plan, replace(plan, backward=backward))
+
+
+def test_a_view_that_is_read_itself_and_through_another_runs_once() -> None:
+    s = Sketch()
+    x, w = s.resident(MIB, "x"), s.resident(MIB, "w")
+    (f,) = s.op("f", (x, w), (MIB,))
+    (g,) = s.op("g", (f,), (MIB,))
+    t = s.tangent(MIB, "t")
+    flat = s.view(f, "flat", backward=True)
+    half = s.view(flat, "half", backward=True)
+    (b,) = s.op("b", (t, flat, half), (MIB,), backward=True)
+    region = step(s.done((g,), {w: b})).regions[0]
+    assert write_events(region, {}).backward == script(region, "flat half b -t -f")
+
+
+def test_gradients_stay_where_the_inputs_cannot_pass_through() -> None:
+    region = replace(ADDED.regions[0], streams=False)
+    assert not [e for e in write_events(region, {}).backward if isinstance(e, Deliver)]
+    mixed = replace(ADDED.regions[0], added=(False, True, False, True))
+    assert [e.gradients for e in write_events(mixed, {}).backward if isinstance(e, Deliver)] == [(3,), (1,)]
 
 
 def test_without_reuse_nothing_is_written_over() -> None:

@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from gradstow.errors import StalePlan
 from gradstow.ir import (
     CostTable,
+    Deliver,
     GraphBreak,
     OpCost,
     PlanData,
@@ -23,7 +24,7 @@ from gradstow.ir import (
     replay,
 )
 from gradstow.planner import make_plan
-from graphs import HAND_MADE, batch_norm, chain, costs_of, two_regions_and_loss
+from graphs import HAND_MADE, batch_norm, chain, costs_of, step, two_regions_and_loss
 
 
 def through_text(data: object) -> object:
@@ -47,12 +48,18 @@ def test_every_field_of_a_graph() -> None:
         device="cuda",
         reserve_bytes=6,
         optimizer_peak_bytes=7,
-        grads_exist=True,
+        outputs_held=False,
         batch="(8, 3)float32",
         model="ResNet",
+        weights="(3, 8)float32",
         breaks=(GraphBreak("print", "model.py:3", (0, 2)),),
+        outside=("nms",),
+        outside_bytes=8,
+        outside_calls=(("a call", 3),),
+        parts=True,
         versions={"torch": "2.14.1"},
     )
+    assert all(getattr(graph, field.name) != field.default for field in fields(graph)), "a field that keeps its default"
     again = StepGraph.from_json(through_text(graph.to_json()))  # type: ignore[arg-type]
     assert again == graph
     assert again.fingerprint == graph.fingerprint
@@ -63,6 +70,13 @@ def test_every_field_of_a_graph() -> None:
 def test_schedules(name: str) -> None:
     regions = HAND_MADE[name]().regions
     schedule = Schedule(tuple(just_in_time(r, ()) for r in regions))
+    assert Schedule.from_json(through_text(schedule.to_json())) == schedule  # type: ignore[arg-type]
+
+
+def test_events_that_hand_gradients_over() -> None:
+    (region,) = step(*chain().regions, grads_exist=True).regions
+    schedule = Schedule((just_in_time(region, ()),))
+    assert Deliver((3,)) in schedule.regions[0].backward
     assert Schedule.from_json(through_text(schedule.to_json())) == schedule  # type: ignore[arg-type]
 
 
@@ -97,12 +111,12 @@ def flipped(text: str, position: int) -> str:
 
 
 def other_format(text: str) -> str:
-    return text.replace('"gradstow_plan": 1', '"gradstow_plan": 2', 1)
+    return text.replace('"gradstow_plan": 2', '"gradstow_plan": 3', 1)
 
 
 def signed(body: str) -> str:
     """A body that its head vouches for."""
-    head = {"gradstow_plan": 1, "sha256": hashlib.sha256(body.encode()).hexdigest()}
+    head = {"gradstow_plan": 2, "sha256": hashlib.sha256(body.encode()).hexdigest()}
     return json.dumps(head) + "\n" + body + "\n"
 
 
@@ -113,14 +127,14 @@ DAMAGED: dict[str, tuple[Callable[[str], str], str]] = {
     "cut after the head": (lambda t: t.split("\n")[0], "checksum"),
     "cut in the head": (lambda t: t[:20], "cannot be used"),
     "more at the end": (lambda t: t + "{}", "checksum"),
-    "another format": (other_format, "its format is 2, this version reads 1"),
+    "another format": (other_format, "its format is 3, this version reads 2"),
     "empty": (lambda t: "", "cannot be used"),
     "a newline": (lambda t: "\n", "cannot be used"),
     "binary": (lambda t: "\x00\x01\x02\udcff" * 50, "cannot be used"),
     "not JSON": (lambda t: "hello\nworld", "cannot be used"),
     "another JSON file": (lambda t: '{"name": "x"}\n', "not a gradstow plan"),
     "JSON that is no object": (lambda t: "[1, 2]\n[3]", "not a gradstow plan"),
-    "a head without a checksum": (lambda t: '{"gradstow_plan": 1}\n' + t.split("\n")[1], "sha256"),
+    "a head without a checksum": (lambda t: '{"gradstow_plan": 2}\n' + t.split("\n")[1], "sha256"),
     "an empty body": (lambda t: signed("{}"), "graph"),
     "a body of another kind": (lambda t: signed("[]"), "cannot be used"),
     "a body that is no JSON": (lambda t: signed("{"), "cannot be used"),

@@ -78,6 +78,7 @@ def test_what_is_no_policy_says_how_to_write_one(name: object) -> None:
 )
 def test_a_policy_is_read_from_its_own_text(policy: Policy) -> None:
     assert Policy.of(str(policy)) == policy
+    assert Policy.of(policy) is policy
 
 
 def test_make_plan_checks_the_name_first() -> None:
@@ -120,6 +121,18 @@ def test_a_value_that_spans_everything_leaves_no_narrow_point() -> None:
     (g,) = s.op("g", (f, long), (MIB,))
     (h,) = s.op("h", (g, long), (MIB,))
     assert narrow(step(s.done((h,), {}))) == ["long", "h"]
+
+
+def test_sqrt_keeps_nothing_where_nothing_is_narrow() -> None:
+    """Two values are alive from the first op to the last."""
+    s = Sketch()
+    x, w = s.resident(), s.resident()
+    one, two = s.op("pair", (x,), (MIB, MIB))
+    (b,) = s.op("b", (s.tangent(), one, two), (MIB,), backward=True)
+    graph = step(s.done((one, two), {w: b}))
+    problem = build_problem(graph, costs_of(graph))
+    assert narrow_points(problem) == []
+    assert kept_by_policy(problem, "sqrt") == set()
 
 
 def test_kept_sets() -> None:

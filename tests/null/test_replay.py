@@ -17,6 +17,7 @@ from graphs import (
     costs_of,
     elementwise,
     multi_output,
+    passed_on,
     step,
     storages_of,
     two_regions_and_loss,
@@ -148,7 +149,7 @@ def test_the_reserve_is_a_moment_between_the_parts() -> None:
     assert (timeline.moments[2].op, timeline.moments[2].seconds) == (-1, 0.0)
 
 
-def test_gradients_that_are_added_to_grad_live_until_their_region_is_over() -> None:
+def test_gradients_that_are_added_to_grad_are_given_up_once_delivered() -> None:
     fresh, added = (step(*chain(2).regions, grads_exist=flag) for flag in (False, True))
     assert replay(fresh, plan(fresh), costs_of(fresh)).end_bytes == 2 * MIB
     assert replay(added, plan(added), costs_of(added)).end_bytes == 0
@@ -185,6 +186,16 @@ def test_a_gradient_that_skips_a_region_is_alive_meanwhile() -> None:
     assert agree(timeline, Ledger(graph, plan(graph), costs_of(graph)))
     # region 1 runs its backward: both tangents, its own gradient, and region 2's for region 0
     assert timeline.moments[4].during_bytes == 400
+
+
+def test_a_gradient_for_what_no_graph_made_lives_until_the_region_before_runs_its_backward() -> None:
+    graph = passed_on()
+    timeline = replay(graph, plan(graph), costs_of(graph))
+    small = 8 / MIB  # the loss, which the caller holds, and its gradient
+    # bk and bh as in the test above; then v's gradient is gone, and g, which was handed out, stays to the end:
+    # bg beside f, g and the tangent; bf beside g and bg
+    assert during(timeline)[-4:] == [7 + small, 5 + small, 4 + small, 3 + small]
+    assert timeline.end_bytes == 2 * MIB + 4
 
 
 @pytest.mark.parametrize("name", HAND_MADE)

@@ -62,7 +62,7 @@ def layers(count: int, *, pinned: str = "") -> Region:
     return Region(
         "region 0", tuple(storages), tuple(values), tuple(ops),
         inputs=(0,), outputs=(pairs[-1][1],), tangents=(1,), tangent_mask=(True,),
-        gradients=(gradient,), accumulated=(True,), fingerprint="f", held=True,
+        gradients=(gradient,), accumulated=(True,), added=(False,), fingerprint="f", held=True,
     )  # fmt: skip
 
 

@@ -160,7 +160,8 @@ def test_optimizer_step_counts() -> None:
     with pytest.raises(BudgetTooSmall, match=r"optimizer\.step needs 103\.0 MiB.*foreach=False") as caught:
         planned(graph, 103 * MIB - 1)
     assert caught.value.minimum_bytes == 103 * MIB
-    added = replace(graph, grads_exist=True, outputs_held=True)
+    (region,) = graph.regions
+    added = replace(graph, regions=(replace(region, added=region.accumulated),), outputs_held=True)
     assert planned(added, None).optimizer_bytes == 101 * MIB  # the output that the caller holds
 
 

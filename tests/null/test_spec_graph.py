@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradstow.ir import Op, Region, Resident, SpecError, StepGraph, StorageKind, check_graph
+from gradstow.ir import Op, Region, Resident, SpecError, StepGraph, StorageKind, Value, check_graph
 from gradstow.ir._graph_rules import GRAPH_RULES
 from graphs import (
     HAND_MADE,
@@ -17,6 +17,7 @@ from graphs import (
     chain,
     dropout,
     elementwise,
+    scaled,
     storages_of,
     two_regions_and_loss,
     viewed,
@@ -83,7 +84,14 @@ def twice_from(origin: tuple[int, int]) -> StepGraph:
         inputs=(*region.inputs, len(region.values)),
         gradients=(*region.gradients, -1),
         accumulated=(*region.accumulated, False),
+        added=(*region.added, False),
     )
+
+
+def astray(graph: StepGraph, storage: int) -> tuple[Value, ...]:
+    """The values, of which the last lies on another storage."""
+    *others, last = region_of(graph).values
+    return (*others, replace(last, storage=storage))
 
 
 def unnamed_storage() -> StepGraph:
@@ -111,10 +119,17 @@ def unlike_twins() -> StepGraph:
     return replace(graph, regions=tuple(replace(r, fingerprint="same") for r in graph.regions))
 
 
+def twins(**changed: object) -> StepGraph:
+    """chain() and itself again, with one of its ops changed."""
+    regions = (region_of(chain()), region_of(with_op(chain(), 0, "f2", **changed)))
+    return StepGraph(tuple(replace(r, fingerprint="same") for r in regions), Resident())
+
+
 RESIDENT, ACTIVATION, BOUNDARY = StorageKind.RESIDENT, StorageKind.ACTIVATION, StorageKind.BOUNDARY
 BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
     "ids": [
-        lambda: with_region(chain(), 0, values=(replace(region_of(chain()).values[0], storage=99),)),
+        lambda: with_region(chain(), 0, values=astray(chain(), 99)),
+        lambda: with_region(chain(), 0, values=astray(chain(), -1)),
         lambda: with_op(chain(), 0, "f2", inputs=(99,)),
         lambda: with_op(chain(), 0, "f2", outputs=(-1,)),
         lambda: with_op(batch_norm(), 0, "bn", writes=(99,)),
@@ -123,6 +138,7 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
     ],
     "lengths": [
         lambda: with_region(chain(), 0, accumulated=(True,)),
+        lambda: with_region(chain(), 0, added=()),
         lambda: with_region(chain(), 0, gradients=()),
         lambda: with_region(chain(), 0, tangent_mask=(True, True)),
     ],
@@ -130,6 +146,8 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
         lambda: with_storage(chain(), 0, 4, nbytes=-1),
         lambda: with_storage(chain(), 0, 4, plain_nbytes=-2),
         lambda: replace(chain(), reserve_bytes=-1),
+        lambda: replace(chain(), optimizer_peak_bytes=-1),
+        lambda: replace(chain(), outside_bytes=-1),
         lambda: replace(chain(), resident=Resident(batch=-1)),
     ],
     "forward-first": [lambda: reordered(chain(), "f3", "b3")],
@@ -165,7 +183,15 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
     "views": [
         lambda: with_op(viewed(), 0, "seen", pinned="draws random numbers"),
         lambda: with_op(viewed(), 0, "g", view=True),
+        lambda: with_storage(scaled(), 0, storages_of(region_of(scaled()), "table")[0], kind=ACTIVATION),
         lambda: with_op(viewed(), 0, "seen", overwrites=(value(viewed(), "f"),)),
+    ],
+    "lazy": [
+        lambda: with_op(chain(), 0, "f1", lazy=True),
+        lambda: with_op(chain(), 0, "f3", lazy=True),
+        lambda: with_op(chain(), 0, "b3", lazy=True),
+        lambda: with_op(viewed(), 0, "seen", lazy=True),
+        lambda: with_region(with_op(chain(), 0, "f3", lazy=True), 0, outputs=(), managed=False),
     ],
     "bases": [two_on_one_storage, lambda: over_its_input(writes=False)],
     "writes": [
@@ -191,8 +217,13 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
         lambda: with_region(chain(), 0, outputs=(value(chain(), "b2.0"),)),
         lambda: with_region(chain(), 0, gradients=(value(chain(), "f1"), -1, -1, -1)),
         lambda: with_region(two_regions_and_loss(), 1, accumulated=(True, True)),
+        lambda: with_region(chain(), 0, added=(True,) * 4),
     ],
-    "twins": [unlike_twins],
+    "twins": [
+        unlike_twins,
+        lambda: twins(target="another"),
+        lambda: twins(inputs=(value(chain(), "f1"),)),
+    ],
 }
 
 
@@ -219,6 +250,16 @@ def test_the_first_offender_is_named_with_its_place() -> None:
     assert (caught.value.rule, caught.value.region) == ("made-before-use", 1)
 
 
+def test_a_rule_goes_on_after_its_first_offender() -> None:
+    graph = with_storage(two_regions_and_loss(), 1, 0, origin=(0, 99))
+    f = storages_of(region_of(graph, 1), "h")[0]
+    graph = with_storage(graph, 1, f, origin=storage_origin("g"))
+    assert list(GRAPH_RULES["origins"].broken(graph, 1)) == [
+        "storage 0 with origin (0, 99)",
+        f"storage {f} (activation, origin {storage_origin('g')})",
+    ]
+
+
 @pytest.mark.parametrize("name", HAND_MADE)
 def test_hand_made_graphs_are_legal(name: str) -> None:
     check_graph(HAND_MADE[name]())
@@ -226,6 +267,7 @@ def test_hand_made_graphs_are_legal(name: str) -> None:
 
 def test_what_is_legal_but_unusual() -> None:
     check_graph(over_its_input(writes=True))
+    check_graph(twins())
     check_graph(with_op(dropout(), 0, "bernoulli", pinned=""))
     check_graph(with_region(chain(), 0, tangent_mask=()))
     check_graph(with_region(chain(), 0, outputs=(*region_of(chain()).outputs, -1, value(chain(), "x"))))

@@ -21,6 +21,8 @@ from gradstow.ir import (
 from gradstow.ir._schedule_rules import SCHEDULE_RULES
 from graphs import (
     HAND_MADE,
+    MIB,
+    Sketch,
     batch_norm,
     chain,
     diamond,
@@ -74,6 +76,26 @@ def scoped() -> StepGraph:
     """elementwise() as code that runs as plain PyTorch: one call for the forward, one for the backward."""
     ops = tuple(replace(op, scope=int(op.backward)) for op in elementwise().regions[0].ops)
     return with_region(elementwise(), 0, ops=ops, managed=False)
+
+
+def added() -> StepGraph:
+    """chain(2) where every weight has its gradient already."""
+    return step(*chain(2).regions, grads_exist=True)
+
+
+def seen_twice() -> StepGraph:
+    """x → f → (view, relu, which may write over f) → g; the backward reads the view before and after relu."""
+    s = Sketch()
+    x, w = s.resident(MIB, "x"), s.resident(MIB, "w")
+    (f,) = s.op("f", (x,), (MIB,))
+    seen = s.view(f, "seen")
+    (relu,) = s.op("relu", (f,), (MIB,), overwrites=(f,))
+    (g,) = s.op("g", (relu, w), (MIB,))
+    t = s.tangent(MIB, "t")
+    (b1,) = s.op("b1", (t, seen), (MIB,), backward=True)
+    (b2,) = s.op("b2", (b1, relu), (MIB,), backward=True)
+    (b3,) = s.op("b3", (b2, seen), (MIB,), backward=True)
+    return step(s.done((g,), {w: b3}))
 
 
 BN_KEPT = ("bn.1", "bn.2")
@@ -143,18 +165,28 @@ BROKEN: dict[str, list[Case]] = {
         Case(chain(), kept=["f1", "f2", "b1"]),
     ],
     "outputs": [Case(chain(), "f1 f2 f3 -f3", kept=["f1", "f2"])],
+    "deliveries": [
+        Case(chain(2), backward="b2 ^w2 b1", kept=["f1"]),
+        Case(added(), backward="^w2 b2 b1", kept=["f1"]),
+        Case(added(), backward="b2 ^w2 ^w2 b1", kept=["f1"]),
+        Case(added(), backward="b2 -b2.1 ^w2 b1", kept=["f1"]),
+    ],
     "gradients": [
         Case(chain(), backward="b3 -b3.1 b2 b1", kept=["f1", "f2"]),
         Case(elementwise(), backward="bg brelu bf -bf", kept=["relu"]),
     ],
 }
 LEGAL = [
+    Case(added(), "f1 f2", "b2 ^w2 -b2.1 b1 ^w1 -b1", kept=["f1"]),
+    Case(added(), "f1 f2", "b2 b1 ^w1,w2", kept=["f1"]),
     Case(chain(), "f1 f2 f3", "b3 b2 b1", kept=["f1", "f2"]),
     Case(chain(), "f1 f2 -f1 f3", "f1 b3 -f2 b2 b1", kept=["f2"]),
     Case(chain(), "f1 f2 -f1 f3 -f2", "f1 f2 -f1 b3 -f2 f1 b2 -f1 b1"),
     Case(elementwise(), "f relu<f g", "bg brelu<bg bf", kept=["relu"]),
     Case(viewed(), "f seen g", "seen bg bf flat add<bf", kept=["f"]),
     Case(viewed(), "f seen g", "seen bg flat bf add", kept=["f"]),
+    Case(seen_twice(), "f relu<f g", "f seen b1 -f f relu b2 seen b3"),
+    Case(seen_twice(), "f relu<f g", "f seen b1 relu<f b2 f seen b3"),
     Case(scoped(), "f relu g -f", "bg brelu bf -bg", kept=["relu"]),
     Case(batch_norm(), "f bn g", "bn bg bbn bf add", kept=["f", *BN_KEPT]),
     Case(multi_output(), "f pool -f g -pool.0", "bg bpool -pool.1 bf", kept=["pool.1"]),

@@ -9,7 +9,8 @@ from gradstow.planner._minimum import minimum
 from gradstow.planner._problem import build_problem
 from gradstow.planner._program import Stages
 from gradstow.planner._search import search
-from graphs import MIB, random_costs, random_graph
+from graphs import MIB
+from random_graphs import random_costs, random_graph
 
 
 def test_no_order_beats_the_bound() -> None:

@@ -16,7 +16,8 @@ from gradstow.planner._evaluate import Order, Outcome, evaluate, expand
 from gradstow.planner._moves import improve, prune, repair
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._solve import schedule_of
-from graphs import HAND_MADE, MIB, chain, costs_of, graphs_and_costs, random_costs, random_graph, with_op, with_region
+from graphs import HAND_MADE, MIB, chain, costs_of, with_op, with_region
+from random_graphs import graphs_and_costs, random_costs, random_graph
 
 
 def order_of(problem: Problem, seed: int) -> Order:
@@ -49,18 +50,24 @@ def followed(
     check_schedule(graph, schedule)
     timeline = replay(graph, schedule, costs)
     real = [m for m in timeline.moments if m.op < 0 or not graph.regions[m.region].ops[m.op].view]
-    return outcome, [m.during_bytes for m in real], timeline.recompute_seconds, timeline.peak_bytes
+    lazy = [m.seconds for m in real if m.op >= 0 and not m.backward and graph.regions[m.region].ops[m.op].lazy]
+    return outcome, [m.during_bytes for m in real], timeline.recompute_seconds + sum(lazy), timeline.peak_bytes
+
+
+def moments(outcome: Outcome) -> list[int]:
+    """Without what does not run."""
+    return [nbytes for index, nbytes in enumerate(outcome.during) if index not in outcome.idle]
 
 
 def same(outcome: Outcome, during: list[int], seconds: float, peak: int) -> bool:
-    return outcome.during == during and outcome.peak_bytes == peak and abs(outcome.seconds - seconds) < 1e-9
+    return moments(outcome) == during and outcome.peak_bytes == peak and abs(outcome.seconds - seconds) < 1e-9
 
 
 def covers(outcome: Outcome, during: list[int], seconds: float, peak: int) -> bool:
     """Never below the replay, at any moment."""
     return (
-        len(outcome.during) == len(during)
-        and all(a >= b for a, b in zip(outcome.during, during, strict=True))
+        len(moments(outcome)) == len(during)
+        and all(a >= b for a, b in zip(moments(outcome), during, strict=True))
         and outcome.peak_bytes >= peak
         and abs(outcome.seconds - seconds) < 1e-9
     )

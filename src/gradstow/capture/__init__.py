@@ -7,25 +7,30 @@ from gradstow.capture._backend import (
     call_module,
     compile_settings,
     fresh_function,
+    mutated_inputs,
     on_real_tensors,
 )
 from gradstow.capture._breaks import is_whole_call, listen
 from gradstow.capture._capture import (
+    Captured,
     RehearsalFailed,
     Seen,
     Step,
     capture,
+    captured_from,
     check_loss,
     device_of,
+    existing_gradients,
     find_loss,
     first_line,
     nothing_captured,
-    recorded_graph,
     resident_bytes,
     see,
+    was_told,
     weights_signature,
 )
 from gradstow.capture._cut import cut
+from gradstow.capture._fakes import same_randomness
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
@@ -33,9 +38,11 @@ from gradstow.capture._parts import expose_parts, hide_parts, is_part
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import compiled_nodes
 from gradstow.capture._rerun import OutputRef, rerun_call
+from gradstow.capture._strides import Strides, arrived_strides, expected_strides, keep_layouts, restrided
 from gradstow.capture._tree import batch_signature, storage_key, tensors
 
 __all__ = [
+    "Captured",
     "CompiledGraph",
     "InputRole",
     "JointGraph",
@@ -44,19 +51,24 @@ __all__ = [
     "Seen",
     "Step",
     "StepLog",
+    "Strides",
     "aot",
+    "arrived_strides",
     "aten_names",
     "batch_signature",
     "boxed",
     "build_region",
     "call_module",
     "capture",
+    "captured_from",
     "check_loss",
     "compile_settings",
     "compiled_nodes",
     "copy_graph",
     "cut",
     "device_of",
+    "existing_gradients",
+    "expected_strides",
     "expose_parts",
     "find_loss",
     "fingerprint",
@@ -66,16 +78,20 @@ __all__ = [
     "is_part",
     "is_tangent",
     "is_whole_call",
+    "keep_layouts",
     "listen",
+    "mutated_inputs",
     "normalize",
     "nothing_captured",
     "on_real_tensors",
     "overwriting_call",
-    "recorded_graph",
     "rerun_call",
     "resident_bytes",
+    "restrided",
+    "same_randomness",
     "see",
     "storage_key",
     "tensors",
+    "was_told",
     "weights_signature",
 ]

@@ -65,7 +65,7 @@ def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[...
             aten.native_dropout.default: exact_dropout,
             aten.native_dropout_backward.default: exact_dropout_backward,
         }
-    return aot_autograd(
+    backend = aot_autograd(
         fw_compiler=fw_compiler,
         bw_compiler=bw_compiler,
         inference_compiler=run_plainly,
@@ -73,6 +73,44 @@ def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[...
         decompositions=decompositions,
         keep_inference_input_mutations=True,
     )
+
+    def trace(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        with eagers_kernels():
+            return backend(module, inputs)
+
+    return trace
+
+
+# What torch would trace by Python formulas of its own, which round otherwise than the kernels that eager runs.
+_FORMULAS = ("upsample", "hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss")
+
+
+@contextlib.contextmanager
+def eagers_kernels() -> Iterator[None]:
+    """Inside, ops are traced as the kernels that eager runs for them."""
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    taken: list[tuple[Any, Any, Any]] = []
+    for name in dir(aten):
+        if not name.lstrip("_").startswith(_FORMULAS):
+            continue
+        packet = getattr(aten, name)
+        for op in (getattr(packet, overload) for overload in packet.overloads()):
+            taken += [(op, key, op.py_kernels.pop(key)) for key in keys if key in op.py_kernels]
+            op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, formula in taken:
+            op.py_kernels[key] = formula
+            op._dispatch_cache.clear()
+
+
+def mutated_inputs() -> tuple[int, ...]:
+    """Inputs with a gradient that the graph being compiled changes in place; asked for while it is partitioned."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    inputs = [] if metadata is None else metadata.input_info
+    return tuple(i for i, info in enumerate(inputs) if info.requires_grad and info.mutates_data)
 
 
 def run_plainly(module: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[[list[Any]], Any]:
@@ -144,8 +182,24 @@ _LOUD = {"torch._dynamo": logging.ERROR, "torch._subclasses.fake_tensor": loggin
 
 
 @contextlib.contextmanager
-def compile_settings() -> Iterator[None]:
-    """Dynamo's and AOTAutograd's settings while we compile or call compiled code."""
+def _answering(told: bool) -> Iterator[None]:
+    """What a model that asks whether it is being compiled hears. Some take another way then than plain PyTorch does."""
+    answers: Any = torch._dynamo.variables.torch.tracing_state_functions()
+    asked = [torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling]
+    before = {function: answers[function] for function in asked}
+    answers.update(dict.fromkeys(asked, told))
+    try:
+        yield
+    finally:
+        answers.update(before)
+
+
+@contextlib.contextmanager
+def compile_settings(told: bool = False) -> Iterator[None]:
+    """Dynamo's and AOTAutograd's settings while we compile or call compiled code.
+
+    ``told``: a model that asks hears that it is being compiled.
+    """
     dynamo = {
         "recompile_limit": 256,
         "accumulated_recompile_limit": 4096,
@@ -158,6 +212,7 @@ def compile_settings() -> Iterator[None]:
     with (
         _quiet(),
         no_frozen_numbers(),
+        _answering(told),
         torch._dynamo.config.patch(**dynamo),
         # the backward runs outside of the user's autocast block, as PyTorch asks for; inside, it is refused
         torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"),

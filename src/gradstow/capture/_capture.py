@@ -6,13 +6,14 @@ import contextlib
 import dis
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gradstow._errors import CaptureError, GradstowError
+from gradstow.actions import Action
 from gradstow.capture._backend import call_module, compile_settings, fresh_function
 from gradstow.capture._breaks import Listener, listen
 from gradstow.capture._fake_memory import FakeMemory
@@ -22,7 +23,7 @@ from gradstow.capture._normalize import normalize
 from gradstow.capture._outside import outside_ops
 from gradstow.capture._parts import expose_parts, has_parts
 from gradstow.capture._places import is_users
-from gradstow.capture._region import JointGraph, build_region, fingerprint
+from gradstow.capture._region import build_region, fingerprint
 from gradstow.capture._rehearse import Recorder
 from gradstow.capture._tree import batch_signature, storage_key, tensors
 from gradstow.ir import GraphBreak, Region, Resident, StepGraph
@@ -64,20 +65,43 @@ class RehearsalFailed(CaptureError):
     users_own: Exception | None = None
 
 
-def capture(model: torch.nn.Module, step: Step) -> StepGraph:
-    """Rehearse ``step`` on fake tensors and return its graph. Allocates nothing of the step's size.
+def capture(model: torch.nn.Module, step: Step) -> Captured:
+    """Rehearse ``step`` on fake tensors. Allocates nothing of the step's size.
+
+    A model that asks whether it is being compiled hears no, so that it goes the way that it goes in plain PyTorch.
+    Where that way cannot be traced whole it hears yes, if that helps.
 
     Raises:
         RehearsalFailed: where fakes do not do.
         CaptureError: where there is nothing to plan; the model is unchanged.
     """
+    first: Captured | None = None
+    with contextlib.suppress(RehearsalFailed):
+        first = _capture(model, step, told=False)
+    if first is not None and not first.common.breaks:
+        return first
+    try:
+        other = _capture(model, step, told=True)
+    except CaptureError:
+        if first is None:
+            raise
+        return first
+    return other if first is None or len(other.common.breaks) < len(first.common.breaks) else first
+
+
+def was_told(graph: StepGraph) -> bool:
+    """Whether the model heard that it was being compiled when this graph was captured."""
+    return graph.versions.get("compiling") == "told"
+
+
+def _capture(model: torch.nn.Module, step: Step, *, told: bool) -> Captured:
     device = device_of(model)
-    with same_randomness(), compile_settings(), listen() as heard:
+    with same_randomness(), compile_settings(told), listen() as heard:
         try:
             with same_randomness(), contextlib.suppress(NothingCaptured):
-                return _rehearse(model, step, Fakes(), device, heard)
+                return _rehearse(model, step, Fakes(), device, heard).told(told)
             heard.calls.clear()
-            return _rehearse(model, step, Fakes(), device, heard, parts=True)
+            return _rehearse(model, step, Fakes(), device, heard, parts=True).told(told)
         except GradstowError:
             raise
         except Exception as error:
@@ -104,7 +128,7 @@ def _is_raised_by_user(error: Exception) -> bool:
 
 def _rehearse(
     model: torch.nn.Module, step: Step, fakes: Fakes, device: str, heard: Listener, parts: bool = False
-) -> StepGraph:
+) -> Captured:
     parts = parts or has_parts(model)
     twin = fakes.model(model)
     if parts:
@@ -122,7 +146,7 @@ def _rehearse(
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
     seen = Seen(rehearsed.called_with, reserve, (names, room), heard.breaks(), tuple(heard.calls))
-    return replace(_step_graph(model, step, recorder.log, seen, optimizer), parts=parts)
+    return _captured(model, step, recorder.log, seen, optimizer, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -162,8 +186,8 @@ def _resident_keys(model: torch.nn.Module, inputs: Any) -> set[int]:
     return {storage_key(t) for t in there if t.layout is torch.strided}
 
 
-def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) -> StepGraph:
-    """The graph of a real step that was logged as it ran.
+def captured_from(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) -> Captured:
+    """A real step that was logged as it ran.
 
     Raises:
         CaptureError: there is nothing to plan.
@@ -174,40 +198,80 @@ def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen)
             fakes.tensor(parameter)
         with fakes.mode:
             optimizer = _rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
-    return replace(_step_graph(model, step, log, seen, optimizer), parts=has_parts(model))
+    return _captured(model, step, log, seen, optimizer, parts=has_parts(model))
 
 
-def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int]) -> StepGraph:
-    order, device = log.order, device_of(model)
-    _check_recorded(model, order, seen.breaks)
+@dataclass(frozen=True)
+class Captured:
+    """A captured step, of which graphs can be made: as it is, or with what actions put in."""
+
+    order: tuple[RegionRecord, ...]
+    outputs_held: bool
+    existing: frozenset[int]
+    common: StepGraph
+
+    def told(self, told: bool) -> Captured:
+        """The same with a note that the model heard that it was being compiled."""
+        if not told:
+            return self
+        return replace(self, common=replace(self.common, versions={**self.common.versions, "compiling": "told"}))
+
+    def graph(self, actions: Sequence[Action] = ()) -> StepGraph:
+        last = max(i for i, r in enumerate(self.order) if r.compiled.managed)
+        regions = [
+            # the loss itself is always held: backward() is called on it
+            self._region(i, r, actions, held=i > last or (i == last and self.outputs_held))
+            for i, r in enumerate(self.order)
+        ]
+        found = _with_origins(_only_last_added(regions, self.order), self.order)
+        return replace(self.common, regions=_alike(found))
+
+    def _region(self, index: int, record: RegionRecord, actions: Sequence[Action], *, held: bool) -> Region:
+        graph = record.compiled
+        return build_region(
+            normalize(graph.joint, record.mask if record.ran_backward else None),
+            graph.num_forward_outputs,
+            [replace(role, added=role.parameter in self.existing) for role in record.roles],
+            name=f"region {index}" if graph.managed else "loss",
+            mask=record.mask,
+            print_=fingerprint(graph.joint, graph.num_forward_outputs),
+            held=held,
+            managed=graph.managed,
+            device=self.common.device,
+            changed=_changed(record, self.order),
+            mutated=graph.mutated,
+            actions=actions,
+        ).region
+
+
+def _captured(
+    model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int], *, parts: bool
+) -> Captured:
+    device = device_of(model)
+    _check_recorded(model, log.order, seen.breaks)
     if not log.complete:
         raise CaptureError(
             f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
-    last = max(i for i, r in enumerate(order) if r.compiled.managed)
-    joints = [
-        # the loss itself is always held: backward() is called on it
-        _describe(i, r, device, _changed(r, order), held=i > last or (i == last and step.outputs_held))
-        for i, r in enumerate(order)
-    ]
-    return StepGraph(
-        regions=_with_origins([j.region for j in joints], order),
+    common = StepGraph(
+        regions=(),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
         device=device,
         reserve_bytes=seen.reserve_bytes,
         optimizer_peak_bytes=optimizer[1],
-        grads_exist=any(p.grad is not None for p in model.parameters()),
         outputs_held=step.outputs_held,
         batch=seen.batch,
         model=type(model).__qualname__,
         weights=weights_signature(model),
-        breaks=_ending(seen.breaks, order),
+        breaks=_ending(seen.breaks, log.order),
         outside=seen.outside[0],
         outside_bytes=seen.outside[1],
         outside_calls=seen.calls,
+        parts=parts,
         versions={"torch": torch.__version__},
     )
+    return Captured(tuple(log.order), step.outputs_held, existing_gradients(model), common)
 
 
 def _ending(breaks: tuple[GraphBreak, ...], order: list[RegionRecord]) -> tuple[GraphBreak, ...]:
@@ -326,30 +390,40 @@ def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str, *, make_gradi
     return sum(seen.values()), memory.peak_bytes
 
 
-def _changed(record: RegionRecord, order: list[RegionRecord]) -> set[int]:
+def existing_gradients(model: torch.nn.Module) -> frozenset[int]:
+    """Positions, among the trainable parameters, of those that have a ``.grad``."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return frozenset(i for i, p in enumerate(trained) if p.grad is not None)
+
+
+def _changed(record: RegionRecord, order: Sequence[RegionRecord]) -> set[int]:
     """Inputs that change before the backward of any run of this graph: its runs share their decisions."""
     return set().union(*(r.changed for r in order if r.compiled is record.compiled))
 
 
-def _describe(index: int, record: RegionRecord, device: str, changed: set[int], *, held: bool) -> JointGraph:
-    graph = record.compiled
-    mask = record.mask if record.ran_backward else None
-    module = normalize(graph.joint, mask)
-    return build_region(
-        module,
-        graph.num_forward_outputs,
-        record.roles,
-        name=f"region {index}" if graph.managed else "loss",
-        mask=record.mask,
-        print_=fingerprint(graph.joint, graph.num_forward_outputs),
-        held=held,
-        managed=graph.managed,
-        device=device,
-        changed=changed,
-    )
+def _only_last_added(regions: Sequence[Region], order: Sequence[RegionRecord]) -> list[Region]:
+    """Of a parameter with several uses autograd holds the gradient until the last use has brought its own, which is in
+    the first region that uses it. Only one that has that region to itself is given up at once."""
+    result: list[Region] = []
+    seen: set[int] = set()
+    for region, record in zip(regions, order, strict=True):
+        used = [role.parameter if v >= 0 else -1 for role, v in zip(record.roles, region.gradients, strict=True)]
+        held = seen | {p for p in used if used.count(p) > 1}
+        added = tuple(flag and p not in held for flag, p in zip(region.added, used, strict=True))
+        result.append(replace(region, added=added))
+        seen.update(used)
+    return result
 
 
-def _with_origins(regions: list[Region], order: list[RegionRecord]) -> tuple[Region, ...]:
+def _alike(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Regions that run one graph hand their gradients over at the same places, or none of them does."""
+    ways: dict[str, set[tuple[bool, ...]]] = {}
+    for region in regions:
+        ways.setdefault(region.fingerprint, set()).add(region.added)
+    return tuple(replace(r, streams=r.streams and len(ways[r.fingerprint]) == 1) for r in regions)
+
+
+def _with_origins(regions: list[Region], order: Sequence[RegionRecord]) -> tuple[Region, ...]:
     """Turn each boundary storage's origin from (region, output position) into (region, storage)."""
     result: list[Region] = []
     for region in regions:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from gradstow._ops import zero_by_bits, zero_by_bits_
+
 aten = torch.ops.aten
 
 # op → its in-place twin, which writes over the first argument
@@ -41,6 +43,7 @@ _FIRST = {
     aten.pow.Tensor_Scalar: aten.pow_.Scalar,
     aten.clamp.default: aten.clamp_.default,
     aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    zero_by_bits: zero_by_bits_,
 }
 # commutative ops may write over the second argument too
 _SECOND = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}

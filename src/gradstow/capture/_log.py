@@ -25,6 +25,7 @@ class CompiledGraph:
     joint: fx.GraphModule
     num_forward_outputs: int
     managed: bool = True
+    mutated: tuple[int, ...] = ()  # inputs with a gradient that the forward changes in place
     end: GraphBreak | None = None
 
 
@@ -41,14 +42,14 @@ class RegionRecord:
 
 
 class StepLog:
-    """Runs of graphs in the order of their forwards.
+    """Runs of graphs in the order of their forwards. ``parameters``: the model's trainable ones, in order.
 
     Tensors are told apart by weak references to their storages, which keep an address from being used again.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.order: list[RegionRecord] = []
-        self._parameters = {_ref(p) for p in parameters}
+        self._parameters = {_ref(p): position for position, p in enumerate(parameters)}
         self._received: dict[StorageWeakRef, int] = {}  # storages that no graph made → bytes
         self._made: dict[StorageWeakRef, tuple[int, int]] = {}  # storage → (region, output) that made it
         self._saved_by: dict[StorageWeakRef, int] = {}  # storage → region whose forward made it
@@ -102,7 +103,10 @@ class StepLog:
         if key in self._made:
             return InputRole(resident=False, origin=self._made[key])
         self._received[key] = argument.untyped_storage().nbytes()
-        return InputRole(accumulates=key in self._parameters or (argument.is_leaf and argument.requires_grad))
+        parameter = self._parameters.get(key, -1)
+        return InputRole(
+            accumulates=parameter >= 0 or (argument.is_leaf and argument.requires_grad), parameter=parameter
+        )
 
 
 def _version(ref: weakref.ref[torch.Tensor] | None) -> tuple[weakref.ref[torch.Tensor], int] | None:

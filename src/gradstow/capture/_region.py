@@ -14,11 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
+from gradstow.actions import Action, Offers
 from gradstow.capture._inplace import overwritable
 from gradstow.capture._normalize import is_tangent
 from gradstow.capture._places import module_path, source_line
 from gradstow.capture._rerun import OutputRef, rerun_call
-from gradstow.ir import Op, Region, Rerun, Storage, StorageKind, Value
+from gradstow.ir import Op, PlainForm, Region, Rerun, Storage, StorageKind, Value
 
 # integer decisions that near-equal scores could flip: they are small, and kept
 _ROUTING = {
@@ -45,11 +46,17 @@ class JointGraph:
 
 @dataclass(frozen=True, slots=True)
 class InputRole:
-    """Where a graph input comes from: resident (parameter, buffer, batch) or an earlier region's storage."""
+    """Where a graph input comes from: resident (parameter, buffer, batch) or an earlier region's storage.
+
+    ``accumulates``: its gradient ends in a ``.grad``; ``added``: in one that exists already. ``parameter``: its
+    position among the model's trainable parameters, or -1.
+    """
 
     resident: bool = True
     origin: tuple[int, int] | None = None
     accumulates: bool = False
+    added: bool = False
+    parameter: int = -1
 
 
 def fingerprint(joint: fx.GraphModule, num_forward_outputs: int) -> str:
@@ -76,16 +83,41 @@ def build_region(
     managed: bool = True,
     device: str = "cpu",
     changed: Collection[int] = (),
+    mutated: Collection[int] = (),
+    actions: Sequence[Action] = (),
 ) -> JointGraph:
     """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from.
 
-    ``changed``: inputs that something else changes in place before the backward runs.
+    ``changed``: inputs that something else changes in place before the backward runs; ``mutated``: those with a
+    gradient that the forward itself changes. ``actions`` put in what they can; the region names them.
     """
-    built = _Builder(module, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
-    ops = built.region.ops if managed else _scoped(built.region.ops, built.op_nodes)
-    late = {built.region.values[built.region.inputs[i]].storage for i in changed}
-    ops = _pin_readers(ops, built.region.values, late, "reads what is changed before the backward")
-    return replace(built, region=replace(built.region, ops=ops, held=held, managed=managed))
+    offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs), signature)
+    for action in actions if managed else ():
+        action.apply(offers)
+    module.graph.lint()
+    built = _Builder(module, offers, num_forward_outputs, roles, device).build(name, tuple(mask), print_)
+    region = built.region
+    ops = region.ops if managed else _scoped(region.ops, built.op_nodes)
+    late = {region.values[region.inputs[i]].storage for i in changed}
+    ops = _pin_readers(ops, region.values, late, "reads what is changed before the backward")
+    streams = _can_stream(region, mutated)
+    names = tuple(action.name for action in actions)
+    region = replace(region, ops=ops, held=held, managed=managed, streams=streams, actions=names)
+    return replace(built, region=region)
+
+
+def _parts(graph: fx.Graph, num_outputs: int) -> tuple[set[fx.Node], list[Any]]:
+    """The backward's nodes, and what the forward hands out."""
+    outputs = list(graph.output_node().args[0])[:num_outputs]
+    return _backward_nodes(graph, outputs), outputs
+
+
+def _can_stream(region: Region, mutated: Collection[int]) -> bool:
+    """Whether the inputs that get a gradient can pass through other autograd nodes on their way in: none is changed
+    in place or handed out again, where its gradient would mix with what comes from elsewhere."""
+    outputs = {region.values[v].storage for v in region.outputs if v >= 0}
+    passing = [i for i, v in enumerate(region.gradients) if v >= 0]
+    return not any(i in mutated or region.values[region.inputs[i]].storage in outputs for i in passing)
 
 
 def _pin_readers_of_changed(ops: tuple[Op, ...], values: Sequence[Value]) -> tuple[Op, ...]:
@@ -118,8 +150,10 @@ def _scoped(ops: tuple[Op, ...], nodes: tuple[fx.Node, ...]) -> tuple[Op, ...]:
 
 
 class _Builder:
-    def __init__(self, module: fx.GraphModule, num_outputs: int, roles: Sequence[InputRole], device: str) -> None:
-        self.module, self.roles, self.device = module, roles, device
+    def __init__(
+        self, module: fx.GraphModule, offers: Offers, num_outputs: int, roles: Sequence[InputRole], device: str
+    ) -> None:
+        self.module, self.offers, self.roles, self.device = module, offers, roles, device
         outputs = list(module.graph.output_node().args[0])
         self.outputs, self.gradients = outputs[:num_outputs], outputs[num_outputs:]
         self.storages: list[Storage] = []
@@ -127,7 +161,7 @@ class _Builder:
         self.values: list[Value] = []
         self.value_ids: dict[fx.Node, int] = {}
         self.value_nodes: list[fx.Node | None] = []
-        self.backward = _backward_nodes(module.graph, self.outputs)
+        self.backward = offers.backward
 
     def build(self, name: str, mask: tuple[bool, ...], print_: str) -> JointGraph:
         placeholders = list(self.module.graph.find_nodes(op="placeholder"))
@@ -153,6 +187,7 @@ class _Builder:
             tangent_mask=mask,
             gradients=tuple(self._id(n) for n in self.gradients),
             accumulated=tuple(role.accumulates for role in self.roles),
+            added=tuple(role.accumulates and role.added for role in self.roles),
             fingerprint=print_,
         )
         return JointGraph(self.module, region, tuple(ordered), tuple(self.value_nodes))
@@ -195,7 +230,10 @@ class _Builder:
         backward = node in self.backward
         inputs = tuple(dict.fromkeys(self.value_ids[n] for n in node.all_input_nodes))
         read = {self.values[v].storage for v in inputs}
-        outputs = self._make_outputs(node, StorageKind.GRADIENT if backward else StorageKind.ACTIVATION)
+        kind = StorageKind.GRADIENT if backward else StorageKind.ACTIVATION
+        if node.op == "get_attr":  # a constant of the graph, which the graph itself holds
+            kind = StorageKind.RESIDENT
+        outputs = self._make_outputs(node, kind)
         made = {self.values[v].storage for v in outputs} - read
         view = bool(outputs) and not made and not _writes(node)
         return Op(
@@ -210,9 +248,17 @@ class _Builder:
             overwrites=tuple(self.value_ids[n] for n in overwritable(node)),
             rerun=self._rerun(node, outputs),
             signature="" if node.op == "get_attr" else signature(node),
+            lazy=node in self.offers.lazy,
+            plain=self._plain_form(node),
             module=module_path(node),
             source=source_line(node),
         )
+
+    def _plain_form(self, node: fx.Node) -> PlainForm | None:
+        if node not in self.offers.plain:
+            return None
+        read, key = self.offers.plain[node]
+        return PlainForm(tuple(dict.fromkeys(self.value_ids[n] for n in read)), key)
 
     def _make_outputs(self, node: fx.Node, kind: StorageKind) -> tuple[int, ...]:
         val = node.meta.get("val")
@@ -251,6 +297,7 @@ class _Builder:
 # torch computes these unreduced, and the reduced result stays on the storage of that size
 _UNREDUCED = {
     torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.col2im.default,  # resizes what it allocates like its input
     torch.ops.aten.mse_loss.default,
     torch.ops.aten.smooth_l1_loss.default,
     torch.ops.aten.soft_margin_loss.default,

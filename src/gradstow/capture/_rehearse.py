@@ -11,7 +11,7 @@ from torch import fx
 from torch._functorch.partitioners import default_partition
 from torch.utils._pytree import tree_leaves
 
-from gradstow.capture._backend import aot, boxed
+from gradstow.capture._backend import aot, boxed, mutated_inputs
 from gradstow.capture._cut import cut
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent
@@ -45,7 +45,7 @@ class Recorder:
         graphs: list[CompiledGraph] = []
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
-            graphs.append(CompiledGraph(copy_graph(joint), num_fwd_outputs, self.managed, end))
+            graphs.append(CompiledGraph(copy_graph(joint), num_fwd_outputs, self.managed, mutated_inputs(), end))
             return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
         def forward(gm: fx.GraphModule, _inputs: list[Any]) -> Any:

@@ -1,7 +1,8 @@
 """Eager code generation: an FX graph becomes straight-line Python that frees at last use.
 
 The generated function takes one list and empties it, so that nobody else holds the arguments; every
-name is deleted right after its last use; an op that has a victim writes its result over that input.
+name is deleted right after its last use; an op that has a victim writes its result over that input. Where the graph
+delivers gradients the function is a generator that yields them in a list, which the taker empties.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 
 from gradstow.capture import boxed, overwriting_call
-from gradstow.execute._lower import Victims
+from gradstow.execute._lower import Victims, deliver
 
 _LITERALS = (int, float, bool, str, type(None))
 
@@ -36,9 +37,13 @@ class _Writer:
         self.names: dict[str, Any] = {}
         self.ids: dict[int, str] = {}
         self.last: dict[fx.Node, fx.Node] = {}
+        self.left: set[fx.Node] = set()  # delivered by the time that the function returns
         for node in module.graph.nodes:
+            if node.target is deliver:
+                self.left.update(node.args[1])
             for used in node.all_input_nodes:
-                self.last[used] = node
+                if node.op != "output" or used not in self.left:
+                    self.last[used] = node
         self.dying: dict[fx.Node, list[fx.Node]] = {}
         for used, user in self.last.items():
             self.dying.setdefault(user, []).append(used)
@@ -55,7 +60,9 @@ class _Writer:
             lines.append(f"    del {', '.join(unused)}")
         for node in nodes:
             if node.op == "output":
-                lines.append(f"    return {self._text(node.args[0])}")
+                lines.append(f"    return {self._text(_without(node.args[0], self.left))}")
+            elif node.target is deliver:
+                lines += self._delivery(node)
             elif node.op != "placeholder":
                 lines.append(f"    {self._statement(node)}")
                 gone = [n.name for n in self.dying.get(node, [])]
@@ -64,6 +71,12 @@ class _Writer:
                 if gone:
                     lines.append(f"    del {', '.join(gone)}")
         return "\n".join(lines) + "\n"
+
+    def _delivery(self, node: fx.Node) -> list[str]:
+        positions, gradients = node.args
+        pairs = ", ".join(f"({p}, {g.name})" for p, g in zip(positions, gradients, strict=True))
+        gone = [n.name for n in self.dying.get(node, [])]
+        return [f"    _left = [{pairs}]", *([f"    del {', '.join(gone)}"] if gone else []), "    yield _left"]
 
     def _statement(self, node: fx.Node) -> str:
         if node.op == "get_attr":
@@ -96,6 +109,10 @@ class _Writer:
             self.ids[id(item)] = name
             self.names[name] = item
         return name
+
+
+def _without(results: tuple[Any, ...], left: set[fx.Node]) -> tuple[Any, ...]:
+    return tuple(None if isinstance(item, fx.Node) and item in left else item for item in results)
 
 
 def _callable(target: Any) -> Any:

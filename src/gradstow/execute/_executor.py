@@ -20,10 +20,13 @@ from gradstow.capture import (
     cut,
     fresh_function,
     is_whole_call,
+    keep_layouts,
 )
 from gradstow.execute._eager import generate
+from gradstow.execute._lower import deliver
 from gradstow.execute._program import RegionProgram
 from gradstow.execute._sources import Source
+from gradstow.execute._stream import Handover
 from gradstow.ir import GraphBreak
 
 _CHANGED = (
@@ -70,7 +73,7 @@ class Executor:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._begun, self.ran = False, 0
         try:
-            with compile_settings():
+            with compile_settings(self.source.told):
                 return self._call(module, args, kwargs)
         except torch._dynamo.exc.TorchRuntimeError:  # an op refuses its inputs
             if self._begun:
@@ -92,8 +95,12 @@ class Executor:
             self.programs.append(program)
             return program.lowered.forward, _for_aot(program)
 
+        def forward(_gm: fx.GraphModule, _inputs: Any) -> Any:
+            keep_layouts()
+            return self.source.forward(programs[-1])
+
         compiled = aot(
-            lambda _gm, _inputs: self.source.forward(programs[-1]),
+            forward,
             lambda _gm, _inputs: self.source.backward(programs[-1]),
             partition,
             self.device,
@@ -101,22 +108,25 @@ class Executor:
 
         def call(*args: Any) -> Any:
             self._begun = True
-            watched = self._watch(programs[-1], args) if programs else []
-            outputs = compiled(*args)
-            if programs:
-                self.ran += 1
-                self._guard(watched, outputs)
+            if not programs:
+                return compiled(*args)
+            program = programs[-1]
+            watched = self._watch(program, args)
+            handover = Handover(program.groups) if program.groups and torch.is_grad_enabled() else None
+            outputs = compiled(*(args if handover is None else handover.attach(args)))
+            self.ran += 1
+            self._guard(program, watched, handover, outputs)
             return outputs
 
         return call
 
-    def _guard(self, watched: list[_Watched], outputs: Any) -> None:
+    def _guard(self, program: RegionProgram, watched: list[_Watched], handover: Handover | None, outputs: Any) -> None:
         """Let absent gradients be None, refuse double backward and changed tensors by name."""
         for node in compiled_nodes(outputs):
             if "gradstow_guarded" not in node.metadata:
                 node.metadata["gradstow_guarded"] = True
                 node.set_materialize_grads(False)
-                node.register_prehook(_Prehook(watched, self._name_of, self.device))
+                node.register_prehook(_Prehook(program, watched, handover, self._name_of, self.device))
 
     def _watch(self, program: RegionProgram, args: tuple[Any, ...]) -> list[_Watched]:
         return [
@@ -129,8 +139,16 @@ class Executor:
 class _Prehook:
     """Runs before a region's backward."""
 
-    def __init__(self, watched: list[_Watched], name_of: Callable[[torch.Tensor], str], device: str) -> None:
-        self.watched, self.name_of, self.device = watched, name_of, device
+    def __init__(
+        self,
+        program: RegionProgram,
+        watched: list[_Watched],
+        handover: Handover | None,
+        name_of: Callable[[torch.Tensor], str],
+        device: str,
+    ) -> None:
+        self.program, self.watched, self.handover, self.name_of = program, watched, handover, name_of
+        self.device = device
 
     def __call__(self, _gradients: Any) -> None:
         if torch.is_grad_enabled():
@@ -142,6 +160,9 @@ class _Prehook:
             if tensor is not None and tensor._version != item.version:
                 name = self.name_of(tensor)
                 raise RuntimeError(_CHANGED.format(name=name, now=tensor._version, then=item.version))
+        if self.handover is not None:
+            self.handover.whole()
+        self.program.current.handover = self.handover
 
 
 def _for_aot(program: RegionProgram) -> fx.GraphModule:
@@ -158,6 +179,8 @@ def _for_aot(program: RegionProgram) -> fx.GraphModule:
         if node.name in old:
             known[old[node.name]] = new
     output = graph.output(graph.graph_copy(lowered.graph, known))
+    for node in [n for n in graph.nodes if n.target is deliver]:
+        graph.erase_node(node)
     output.meta = dict(lowered.graph.output_node().meta)
     return fx.GraphModule(lowered, graph)
 

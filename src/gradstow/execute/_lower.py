@@ -9,9 +9,13 @@ from typing import Any
 from torch import fx
 
 from gradstow.capture import JointGraph, OutputRef, is_tangent, rerun_call
-from gradstow.ir import RegionSchedule, Run, StorageKind
+from gradstow.ir import Deliver, Free, RegionSchedule, Run, StorageKind
 
 Victims = dict[fx.Node, fx.Node]
+
+
+def deliver(_positions: tuple[int, ...], _gradients: tuple[Any, ...]) -> None:
+    """A node of a backward graph: hand these gradients over, and go on. What generates code knows how."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class Lowered:
 
     Attributes:
         forward: returns the region's outputs, then the saved tensors.
-        backward: takes the saved tensors, then the arriving tangents; returns the gradients.
+        backward: takes the saved tensors, then the arriving tangents; returns the gradients. Those that
+            a ``deliver`` node names have left by then.
         saved: names of the saved tensors, in order; the same in both graphs.
         forward_victims, backward_victims: node → the input whose memory its output takes over.
     """
@@ -85,6 +90,7 @@ class _Emitter:
         self.env: dict[int, fx.Node] = {}
         self.values = {n: v for v, n in enumerate(joint.value_nodes) if n is not None}
         self.victims: Victims = {}
+        self.delivered: dict[int, fx.Node] = {}
         self.on: dict[int, list[int]] = {}  # storage → its values
         for value, item in enumerate(joint.region.values):
             self.on.setdefault(item.storage, []).append(value)
@@ -141,12 +147,17 @@ class _Emitter:
             item.meta = dict(reader.meta)
             self.env[value] = item
 
+    def deliver(self, event: Deliver) -> None:
+        given = tuple(self.env[self.joint.region.gradients[p]] for p in event.gradients)
+        self.delivered.update(zip(event.gradients, given, strict=True))
+        self.graph.call_function(deliver, (event.gradients, given))
+
     def module(self, outputs: list[Any]) -> fx.GraphModule:
         output = self.graph.output(tuple(outputs))
         old = self.joint.module.graph.output_node().meta
         if "desc" in old:
             output.meta["desc"] = [None] * len(outputs)
-        self.graph.eliminate_dead_code()
+        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is deliver)
         self.graph.lint()
         return fx.GraphModule(self.joint.module, self.graph)
 
@@ -162,7 +173,7 @@ def _forward(joint: JointGraph, schedule: RegionSchedule, saved: list[int]) -> t
     for event in schedule.forward:
         if isinstance(event, Run):
             emitter.emit(event, again=False)
-        else:
+        elif isinstance(event, Free):
             emitter.free(event.storage)
     outputs = [_output(joint, emitter, position) for position in range(len(joint.region.outputs))]
     return emitter.module(outputs + [emitter.env[v] for v in saved]), emitter.victims
@@ -186,6 +197,9 @@ def _backward(joint: JointGraph, schedule: RegionSchedule, saved: list[int]) -> 
     for event in schedule.backward:
         if isinstance(event, Run):
             emitter.emit(event, again=not joint.region.ops[event.op].backward)
+        elif isinstance(event, Deliver):
+            emitter.deliver(event)
         else:
             emitter.free(event.storage)
-    return emitter.module([emitter.node(v) for v in joint.region.gradients]), emitter.victims
+    results = [emitter.delivered.get(p) or emitter.node(v) for p, v in enumerate(joint.region.gradients)]
+    return emitter.module(results), emitter.victims

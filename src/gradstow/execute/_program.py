@@ -6,12 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from gradstow._errors import CaptureError
-from gradstow.capture import InputRole, JointGraph, build_region, is_tangent, normalize
+from gradstow.actions import named
+from gradstow.capture import (
+    InputRole,
+    JointGraph,
+    Strides,
+    arrived_strides,
+    build_region,
+    expected_strides,
+    is_tangent,
+    normalize,
+    restrided,
+)
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
-from gradstow.ir import GraphBreak, Region, RegionSchedule, Run, StorageKind, write_events
+from gradstow.execute._stream import Current
+from gradstow.ir import Deliver, GraphBreak, Region, RegionSchedule, Run, StorageKind, write_events
 
 Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 
@@ -20,8 +33,9 @@ Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 class RegionProgram:
     """Compiled code of one region.
 
-    ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``.
-    ``end`` is the graph break behind the region, if one ended it.
+    ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``. Where the schedule
+    delivers gradients, ``groups`` has their positions in the order in which they leave, the rest last. ``end`` is the
+    graph break behind the region, if one ended it.
     """
 
     raw: fx.GraphModule
@@ -33,15 +47,23 @@ class RegionProgram:
     end: GraphBreak | None = None
     forward: Callable[[list[Any]], Any] = field(init=False)
     lowered: Lowered = field(init=False)
-    _backwards: dict[tuple[bool, ...], Callable[[list[Any]], Any]] = field(init=False, default_factory=dict)
+    _backwards: dict[tuple[tuple[bool, ...], Strides], Callable[[list[Any]], Any]] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         tangents = [n for n in self.raw.graph.find_nodes(op="placeholder") if is_tangent(n)]
         self.planned = self.region.tangent_mask or (True,) * len(tangents)
-        joint = self._joint(self.planned)
+        self.strides = expected_strides(self.raw)
+        joint = self._joint(self.raw, self.planned)
         self.lowered = lower(joint, self.schedule)
         self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
-        self._backwards[self.planned] = self.generate(self.lowered.backward, self.lowered.backward_victims)
+        self._backwards[self.planned, self.strides] = self.generate(
+            self.lowered.backward, self.lowered.backward_victims
+        )
+        self.groups = _groups(self.region, self.schedule)
+        self.current = Current()
+        self._stand_ins: dict[int, torch.Tensor] = {}
         self.unplanned_runs = 0
         inputs = [n.name for n in self.raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         self.saved_inputs = [i for i, name in enumerate(inputs) if name in self.lowered.saved]
@@ -54,16 +76,31 @@ class RegionProgram:
         mask = tuple(t is not None for t in tangents)
         if not any(mask):
             return [None] * len(self.region.gradients)
-        if mask not in self._backwards:
-            self._backwards[mask] = self._unplanned(mask)
-        if mask != self.planned:
+        kind = mask, arrived_strides(tangents, self.strides)
+        if kind not in self._backwards:
+            self._backwards[kind] = self._unplanned(*kind)
+        if kind != (self.planned, self.strides):
             self.unplanned_runs += 1
         saved += [t for t in tangents if t is not None]
         del tangents
-        return self._backwards[mask](saved)
+        result = self._backwards[kind](saved)
+        if kind != (self.planned, self.strides) or not self.groups:
+            return result
+        handover = self.current.handover
+        assert handover is not None, "its forward made one"
+        return handover.begin(result, self._stand_in, len(self.region.gradients))
 
-    def _joint(self, mask: Sequence[bool]) -> JointGraph:
-        module = normalize(self.raw, mask)
+    def _stand_in(self, position: int) -> torch.Tensor:
+        """What the region's node returns for a gradient that comes later: zeros that take no memory."""
+        if position not in self._stand_ins:
+            places = [n for n in self.raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+            val = places[position].meta["val"]
+            zero = torch.zeros((), dtype=val.dtype, device=val.device)
+            self._stand_ins[position] = zero.expand(val.shape)
+        return self._stand_ins[position]
+
+    def _joint(self, raw: fx.GraphModule, mask: Sequence[bool]) -> JointGraph:
+        module = normalize(raw, mask)
         return build_region(
             module,
             self.num_forward_outputs,
@@ -71,11 +108,12 @@ class RegionProgram:
             mask=mask,
             held=self.region.held,
             device=self.device,
+            actions=named(self.region.actions),
         )
 
-    def _unplanned(self, mask: tuple[bool, ...]) -> Callable[[list[Any]], Any]:
-        """A backward for other tangents, from the tensors that the plan saved."""
-        joint = self._joint(mask)
+    def _unplanned(self, mask: tuple[bool, ...], strides: Strides) -> Callable[[list[Any]], Any]:
+        """A backward for other tangents, or other layouts of them, from the tensors that the plan saved."""
+        joint = self._joint(self.raw if strides == self.strides else restrided(self.raw, strides), mask)
         region = joint.region
         saved = set(self.lowered.saved)
         here = {n.name: region.values[v].storage for v, n in enumerate(joint.value_nodes) if n is not None}
@@ -118,6 +156,13 @@ class RegionProgram:
                 result[there[op.name]] = waiting
                 waiting = []
         return result
+
+
+def _groups(region: Region, schedule: RegionSchedule) -> list[tuple[int, ...]]:
+    early = [event.gradients for event in schedule.backward if isinstance(event, Deliver)]
+    left = {p for positions in early for p in positions}
+    rest = tuple(p for p, v in enumerate(region.gradients) if v >= 0 and p not in left)
+    return [*early, rest] if early else []
 
 
 def _read_from_outside(region: Region, schedule: RegionSchedule) -> list[int]:

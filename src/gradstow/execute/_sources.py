@@ -10,7 +10,18 @@ import torch
 from torch import fx
 
 from gradstow._errors import StalePlan
-from gradstow.capture import CompiledGraph, InputRole, StepLog, boxed, build_region, fingerprint, is_tangent, normalize
+from gradstow.capture import (
+    CompiledGraph,
+    InputRole,
+    StepLog,
+    boxed,
+    build_region,
+    fingerprint,
+    is_tangent,
+    mutated_inputs,
+    normalize,
+    was_told,
+)
 from gradstow.execute._program import RegionProgram
 from gradstow.ir import PlanData, Region, RegionSchedule, just_in_time
 
@@ -23,8 +34,13 @@ class UnknownGraph(StalePlan):
 
 
 class Source(Protocol):
-    """``find`` decides for a graph; ``forward`` and ``backward`` give the code that runs for it."""
+    """``find`` decides for a graph; ``forward`` and ``backward`` give the code that runs for it.
 
+    ``told``: whether a model that asks hears that it is being compiled.
+    """
+
+    @property
+    def told(self) -> bool: ...
     def find(self, raw: fx.GraphModule, num_outputs: int, *, begun: bool) -> tuple[Region, RegionSchedule]: ...
     def forward(self, program: RegionProgram) -> Boxed: ...
     def backward(self, program: RegionProgram) -> Boxed: ...
@@ -43,6 +59,10 @@ class Planned:
     def __init__(self, plan: PlanData, *, strict: bool, alone: Alone) -> None:
         self.plans, self.strict, self.alone = [plan], strict, alone
         self.unknown = self.grew = False
+
+    @property
+    def told(self) -> bool:
+        return was_told(self.plans[-1].graph)
 
     def find(self, raw: fx.GraphModule, num_outputs: int, *, begun: bool) -> tuple[Region, RegionSchedule]:
         """The region and its schedule. ``begun``: something of this step ran already, so it must go on.
@@ -76,6 +96,8 @@ class Planned:
 class Recorded:
     """Any graph: everything is stored, and what ran is noted in ``log``, so that the next step can be planned."""
 
+    told = False
+
     def __init__(self, module: torch.nn.Module, device: str) -> None:
         self._module, self._device = weakref.ref(module), device
         self._graphs: dict[int, CompiledGraph] = {}
@@ -104,8 +126,10 @@ class Recorded:
         return boxed(run)
 
     def _graph(self, program: RegionProgram) -> CompiledGraph:
-        graph = CompiledGraph(program.raw, program.num_forward_outputs, end=program.end)
-        return self._graphs.setdefault(id(program), graph)
+        return self._graphs.setdefault(
+            id(program),
+            CompiledGraph(program.raw, program.num_forward_outputs, mutated=mutated_inputs(), end=program.end),
+        )
 
 
 def store_all(raw: fx.GraphModule, num_outputs: int, device: str) -> tuple[Region, RegionSchedule]:

@@ -36,6 +36,10 @@ class CostTable:
         """Cost of running the op as captured; views are free."""
         return _FREE if op.view else self.costs[op.signature]
 
+    def plain(self, op: Op) -> OpCost:
+        """The price of the op as plain PyTorch runs it."""
+        return self.run(op) if op.plain is None else self.costs[op.plain.signature]
+
     def rerun(self, op: Op) -> OpCost:
         """Cost of running the op again in the backward."""
         return self.run(op) if op.rerun is None else self.costs[op.rerun.signature]

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from gradstow.ir._deliver import delivered_storages, deliveries
 from gradstow.ir._graph import Op, Region, StorageKind
-from gradstow.ir._schedule import Event, Free, RegionSchedule, Run
+from gradstow.ir._schedule import Deliver, Event, Free, RegionSchedule, Run
 
 Reruns = Mapping[int, Sequence[int]]
 
 
-def write_events(region: Region, reruns: Reruns, *, fixed: Iterable[int] = (), reuse: bool = True) -> RegionSchedule:
+def write_events(
+    region: Region, reruns: Reruns, *, fixed: Iterable[int] = (), reuse: bool = True, plain: bool = False
+) -> RegionSchedule:
     """The events of a region whose backward runs the forward ops ``reruns[b]`` before its op ``b``.
 
     ``fixed``: storages that somebody else holds while the backward runs, so that a copy made beside them is
     dropped at once. Views run just before their first use in each life of their storage. ``reuse`` lets
-    elementwise ops write over an input that dies.
+    elementwise ops write over an input that dies. ``plain`` writes what plain PyTorch does: nothing is written over
+    and every gradient is handed over at once.
     """
-    return _Writer(region, set(fixed), reuse).write(reruns)
+    return _Writer(region, set(fixed), reuse and not plain, plain).write(reruns)
 
 
 def just_in_time(region: Region, kept: Iterable[int], *, reuse: bool = True) -> RegionSchedule:
@@ -63,8 +67,8 @@ def _reruns_for(region: Region, kept: set[int]) -> dict[int, list[int]]:
 class _Region:
     """A region by storages: views have vanished."""
 
-    def __init__(self, region: Region) -> None:
-        self.region = region
+    def __init__(self, region: Region, plain: bool = False) -> None:
+        self.region, self.plain = region, plain
         self.storage = [v.storage for v in region.values]
         self.producer = region.producers()
         self.outside = {self.storage[v] for v in (*region.inputs, *region.tangents)}
@@ -86,8 +90,20 @@ class _Region:
     def order(self, *, backward: bool) -> list[int]:
         return [i for i, op in enumerate(self.region.ops) if op.backward == backward and not op.view]
 
+    def running(self, wanted: set[int]) -> list[int]:
+        """The forward ops, without lazy ones that serve nobody; ``wanted``: storages that leave the forward."""
+        read, result = set(wanted), []
+        for index in reversed(self.order(backward=False)):
+            if self.region.ops[index].lazy and not read.intersection(self.makes(index, again=False)):
+                continue
+            read.update(self.reads(index, again=False))
+            result.append(index)
+        return result[::-1]
+
     def values_read(self, index: int, again: bool) -> tuple[int, ...]:
         op = self.region.ops[index]
+        if self.plain and op.plain is not None:
+            return op.plain.inputs
         return op.rerun.inputs if again and op.rerun is not None else op.inputs
 
     def values_made(self, index: int, again: bool) -> tuple[int, ...]:
@@ -110,30 +126,40 @@ class _Region:
 
 
 class _Writer:
-    def __init__(self, region: Region, fixed: set[int], reuse: bool) -> None:
-        self.look = look = _Region(region)
+    def __init__(self, region: Region, fixed: set[int], reuse: bool, plain: bool) -> None:
+        self.look = look = _Region(region, plain)
+        self.deliveries = deliveries(region, at_once=plain or not region.managed)
+        self.leaving = delivered_storages(region, self.deliveries)
+        self.delivered = {s for storages in self.leaving.values() for s in storages}
         self.region, self.reuse = region, reuse and region.managed
         self.fixed = fixed | (look.outputs if region.held else set())
 
     def write(self, reruns: Reruns) -> RegionSchedule:
         look = self.look
-        forward = [(i, False) for i in look.order(backward=False)]
         backward: list[tuple[int, bool]] = []
         for index in look.order(backward=True):
             backward += [(i, True) for i in reruns.get(index, ())]
             backward.append((index, False))
-        dies, needed = self._lives(backward, stay=look.results)
+        dies, needed = self._lives(backward, stay=look.results - self.delivered)
         kinds = (StorageKind.ACTIVATION, StorageKind.BOUNDARY)
         kept = {s for s in needed if self.region.storages[s].kind in kinds} - look.constants
         stay = kept | look.outputs
+        forward = [(i, False) for i in look.running(stay)]
         there = {look.base[s] for s in kept | self.fixed if s in look.base} | set(self.region.tangents)
         return RegionSchedule(
             kept=tuple(sorted(kept)),
             forward=self._events(
                 forward, self._lives(forward, stay=stay | look.outside)[0], set(), self.region.outputs, look.outside
             ),
-            backward=self._events(backward, dies, there, self.region.gradients, look.outside | kept | self.fixed),
+            backward=self._events(
+                backward, dies, there, self._results(), look.outside | kept | self.fixed | self.delivered
+            ),
         )
+
+    def _results(self) -> tuple[int, ...]:
+        """Gradients that leave at the end."""
+        early = {p for positions in self.deliveries.values() for p in positions}
+        return tuple(v for p, v in enumerate(self.region.gradients) if p not in early)
 
     def _lives(self, order: list[tuple[int, bool]], *, stay: set[int]) -> tuple[list[list[int]], set[int]]:
         """For each position the storages whose life ends there; and what must be there at the start."""
@@ -144,6 +170,8 @@ class _Writer:
         for position in reversed(range(len(order))):
             index, again = order[position]
             end = position if ops[index].scope < 0 else ends[ops[index].scope]
+            for s in () if again else self.leaving.get(index, ()):
+                open_.setdefault(s, end)
             for s in look.makes(index, again=again):
                 if s in open_ and not (again and s in self.fixed):
                     dies[open_.pop(s)][s] = None
@@ -199,6 +227,10 @@ class _Writer:
             taken = self._taken(self.region.ops[index], again, dying, untouchable)
             events.append(Run(index, taken))
             available.update(look.values_made(index, again))
+            leaving = () if again else self.deliveries.get(index, ())
+            if leaving:
+                provide(self.region.gradients[p] for p in leaving)
+                events.append(Deliver(leaving))
             for s in dying:
                 available -= on[s]
                 if taken < 0 or s != look.storage[taken]:

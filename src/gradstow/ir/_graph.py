@@ -59,6 +59,14 @@ class Rerun:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainForm:
+    """An op as plain PyTorch runs it: what it reads, and its key in the cost table."""
+
+    inputs: tuple[int, ...]
+    signature: str
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One call in the captured graph.
 
@@ -70,6 +78,8 @@ class Op:
         writes: storages that the op changes in place (BatchNorm statistics).
         overwrites: input values whose dying storage the first output may take over.
         rerun: how to make its outputs again; None means by the op itself.
+        lazy: runs in the forward only where something that is kept, or read there, comes of it; plain PyTorch has none.
+        plain: plain PyTorch's op, where this one stands for it.
         scope: ops with the same number (0 and up) run inside one call of plain PyTorch (a loss function, a node of
             autograd), which gives nothing back before it returns; -1 for an op that runs alone.
         signature: canonical JSON of the call: target, tensor layouts, constants. Key of the cost table.
@@ -86,6 +96,8 @@ class Op:
     writes: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
     rerun: Rerun | None = None
+    lazy: bool = False
+    plain: PlainForm | None = None
     scope: int = -1
     signature: str = ""
     module: str = ""
@@ -103,10 +115,14 @@ class Region:
         tangents: value ids of the output gradients that really arrive.
         tangent_mask: for each gradient that could arrive, whether it does in this step.
         gradients: value ids that the backward hands out; -1 for None.
-        accumulated: for each gradient, whether it ends in a ``.grad`` and so lives to the end of the step.
+        accumulated: for each gradient, whether it ends in a ``.grad``, and so lives to the end of the step where it is
+            the first one there.
+        added: for each gradient, whether that ``.grad`` exists already: then it is added to it, and given up.
+        streams: whether gradients can be handed over while the backward still runs (see ``deliveries``).
         held: whether the caller still holds the outputs while the backward runs, so that keeping them is free.
         managed: False for code that runs as plain PyTorch (a loss outside the model).
         fingerprint: structural hash of the captured graph; what runs must have the same.
+        actions: names of the actions that put ops into it.
     """
 
     name: str
@@ -119,9 +135,12 @@ class Region:
     tangent_mask: tuple[bool, ...]
     gradients: tuple[int, ...]
     accumulated: tuple[bool, ...]
+    added: tuple[bool, ...]
+    streams: bool = True
     held: bool = False
     managed: bool = True
     fingerprint: str = ""
+    actions: tuple[str, ...] = ()
 
     def producers(self) -> dict[int, int]:
         """Value id → id of the op that makes it; inputs and tangents are absent."""
@@ -164,7 +183,6 @@ class StepGraph:
         resident: what is alive when the step starts.
         reserve_bytes: room for a loss that was not captured, held between forward and backward.
         optimizer_peak_bytes: working memory of the optimizer's step, above its state and the gradients.
-        grads_exist: whether ``.grad`` is already there, so that gradients are added to it.
         outputs_held: whether the user's loop still holds the model's output while the backward runs.
         device: "cpu" or "cuda".
         batch: signature of the batch, for the plan's key.
@@ -183,7 +201,6 @@ class StepGraph:
     device: str = "cpu"
     reserve_bytes: int = 0
     optimizer_peak_bytes: int = 0
-    grads_exist: bool = False
     outputs_held: bool = True
     batch: str = ""
     model: str = ""
@@ -211,7 +228,6 @@ class StepGraph:
             device=data["device"],
             reserve_bytes=data["reserve_bytes"],
             optimizer_peak_bytes=data["optimizer_peak_bytes"],
-            grads_exist=data["grads_exist"],
             outputs_held=data["outputs_held"],
             batch=data["batch"],
             model=data["model"],
@@ -232,6 +248,7 @@ def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
 def _op(data: Mapping[str, Any]) -> Op:
     fields = _tuples(data)
     fields["rerun"] = None if fields["rerun"] is None else Rerun(**_tuples(fields["rerun"]))
+    fields["plain"] = None if fields["plain"] is None else PlainForm(**_tuples(fields["plain"]))
     return Op(**fields)
 
 

@@ -53,8 +53,9 @@ def _ids(graph: StepGraph, r: int) -> Iterator[str]:
 
 def _lengths(graph: StepGraph, r: int) -> Iterator[str]:
     region = graph.regions[r]
-    if not len(region.inputs) == len(region.gradients) == len(region.accumulated):
-        sizes = f"{len(region.inputs)} inputs, {len(region.gradients)} gradients, {len(region.accumulated)} flags"
+    flags = (len(region.accumulated), len(region.added))
+    if not len(region.inputs) == len(region.gradients) == flags[0] == flags[1]:
+        sizes = f"{len(region.inputs)} inputs, {len(region.gradients)} gradients, {flags[0]} and {flags[1]} flags"
         yield sizes
     if region.tangent_mask and sum(region.tangent_mask) != len(region.tangents):
         yield f"{len(region.tangents)} tangents, {sum(region.tangent_mask)} of them in the mask"
@@ -66,8 +67,13 @@ def _sizes(graph: StepGraph, r: int) -> Iterator[str]:
             yield f"storage {index} of {storage.nbytes} bytes (plain {storage.plain_nbytes})"
     resident = graph.resident
     parts = (resident.parameters, resident.buffers, resident.gradients, resident.optimizer, resident.batch)
-    if min(*parts, graph.reserve_bytes, graph.optimizer_peak_bytes) < 0:
-        yield f"{resident}, reserve {graph.reserve_bytes}, optimizer {graph.optimizer_peak_bytes}"
+    rooms = {
+        "reserve": graph.reserve_bytes,
+        "optimizer": graph.optimizer_peak_bytes,
+        "outside": graph.outside_bytes,
+    }
+    if min(*parts, *rooms.values()) < 0:
+        yield f"{resident}, " + ", ".join(f"{name} {nbytes}" for name, nbytes in rooms.items())
 
 
 def _forward_first(graph: StepGraph, r: int) -> Iterator[str]:
@@ -161,7 +167,18 @@ def _views(graph: StepGraph, r: int) -> Iterator[str]:
             continue
         read = {region.values[v].storage for v in op.inputs}
         made = {region.values[v].storage for v in op.outputs} - read
-        if (made and op.inputs) or op.pinned or op.writes or op.overwrites or op.rerun is not None:
+        own = any(op.inputs or region.storages[s].kind is not StorageKind.RESIDENT for s in made)
+        if own or op.pinned or op.writes or op.overwrites or op.rerun is not None:
+            yield op_name(region, index)
+
+
+def _lazy(graph: StepGraph, r: int) -> Iterator[str]:
+    region = graph.regions[r]
+    lazy = {v for op in region.ops if op.lazy for v in op.outputs}
+    for index, op in enumerate(region.ops):
+        reads = not (op.lazy or op.backward) and lazy.intersection(op.inputs)
+        alone = op.lazy and (op.backward or op.view or op.scope >= 0 or not region.managed)
+        if reads or alone or (op.lazy and lazy.intersection(op.outputs) & set(region.outputs)):
             yield op_name(region, index)
 
 
@@ -216,11 +233,12 @@ def _results(graph: StepGraph, r: int) -> Iterator[str]:
     for v in region.outputs:
         if v >= 0 and v not in forward:
             yield f"output {value_name(region, v)}"
-    for v, accumulated, given in zip(region.gradients, region.accumulated, region.inputs, strict=True):
+    gradients = zip(region.gradients, region.accumulated, region.added, region.inputs, strict=True)
+    for v, accumulated, added, given in gradients:
         kind = region.storages[region.values[v].storage].kind
         own = v in backward and kind in (StorageKind.GRADIENT, StorageKind.TANGENT)
         target = region.storages[region.values[given].storage].kind
-        if (v >= 0 and not own) or (accumulated and target is not StorageKind.RESIDENT):
+        if (v >= 0 and not own) or (accumulated and target is not StorageKind.RESIDENT) or added > accumulated:
             yield f"gradient {v} of {value_name(region, given)}"
 
 
@@ -255,6 +273,7 @@ GRAPH_RULES: dict[str, GraphRule] = {
     "one-maker": GraphRule("a storage is made by one op; others put values on it only if they read it", _one_maker),
     "origins": GraphRule("a boundary storage, and no other, comes out of an earlier region, once", _origins),
     "views": GraphRule("a view makes no storage of its own (a constant's is resident) and has no effects", _views),
+    "lazy": GraphRule("a lazy op is in the forward of a managed region, which reads nothing of it", _lazy),
     "bases": GraphRule("an op that is no view makes one value per storage, over an input only if it writes it", _bases),
     "writes": GraphRule("only what comes from outside is changed in place, by an op that never runs twice", _writes),
     "overwrites": GraphRule("an op may write over inputs of its first output's size, in its own form", _overwrites),

@@ -15,7 +15,7 @@ from gradstow.ir._graph import StepGraph
 from gradstow.ir._replay import Timeline, replay
 from gradstow.ir._schedule import Schedule
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,10 @@ class PlanData:
 
     @cached_property
     def rerun_ops(self) -> int:
-        """How many forward ops run again in the backward; views, which cost nothing, do not count."""
+        """How many forward ops run again in the backward; views, which cost nothing, and decoding do not count."""
         regions = self.graph.regions
-        return sum(m.recompute and not regions[m.region].ops[m.op].view for m in self.timeline.moments)
+        again = (regions[m.region].ops[m.op] for m in self.timeline.moments if m.recompute)
+        return sum(not (op.view or op.lazy) for op in again)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -60,8 +60,9 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: boo
     region's outputs live to the end; what lies between regions to the end of its last reader's forward;
     other outputs to the end where the caller holds outputs, else to the end of the forwards. The gradient
     of a boundary lives until the backward of the region that made the boundary starts, where the tangents
-    take over; those of the loss live to the end, since ``backward()`` itself holds them. ``plain`` counts
-    storages as plain PyTorch would have them. Code outside of any graph has its room throughout.
+    take over; those of the loss live to the end, since ``backward()`` itself holds them. What is delivered
+    is added to something resident. ``plain`` counts storages as plain PyTorch would have them. Code
+    outside of any graph has its room throughout.
     """
     walk = _Walk(graph, costs, plain)
     walk.step(schedule)
@@ -129,7 +130,7 @@ class _Walk:
         for event in plan.forward:
             if isinstance(event, Free):
                 self.release(self.key(r, event.storage), f"forward{r}")
-            else:
+            elif isinstance(event, Run):
                 self._run(r, event, f"forward{r}", backward=False)
         for storage in plan.kept:
             self.hold(self.key(r, storage), f"kept{r}")
@@ -154,10 +155,11 @@ class _Walk:
             if isinstance(event, Free):
                 for who in (f"kept{r}", f"backward{r}", f"tangent{r}"):
                     self.release(self.key(r, event.storage), who)
-            else:
+            elif isinstance(event, Run):
                 self._run(r, event, f"backward{r}", backward=True)
-        for value, accumulated, given in zip(region.gradients, region.accumulated, region.inputs, strict=True):
-            if value < 0 or (accumulated and self.graph.grads_exist):
+        ends = zip(region.gradients, region.accumulated, region.added, region.inputs, strict=True)
+        for value, accumulated, added, given in ends:
+            if value < 0 or added:
                 continue
             key = self.key(r, region.values[value].storage)
             origin = region.storages[region.values[given].storage].origin
@@ -174,7 +176,7 @@ class _Walk:
         region = self.graph.regions[r]
         op = region.ops[event.op]
         recompute = backward and not op.backward
-        cost = self.costs.rerun(op) if recompute else self.costs.run(op)
+        cost = self.costs.rerun(op) if recompute else self.costs.plain(op) if self.plain else self.costs.run(op)
         made = self._made(r, region, op, recompute)
         twice = {k for k in made if recompute and k in self.holders}
         transient = sum(self.nbytes(k) for k in twice)  # made beside what somebody holds, and dropped at once

@@ -25,7 +25,17 @@ class Free:
     storage: int
 
 
-Event = Run | Free
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hand gradients to autograd while the backward goes on; ``gradients`` are positions in the region's list.
+
+    Autograd adds them to the ``.grad`` that is there. Their memory is given back by a Free.
+    """
+
+    gradients: tuple[int, ...]
+
+
+Event = Run | Free | Deliver
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,8 @@ class Schedule:
 def _pack(event: Event) -> list[Any]:
     if isinstance(event, Run):
         return ["run", event.op, event.reuse]
+    if isinstance(event, Deliver):
+        return ["deliver", *event.gradients]
     return ["free", event.storage]
 
 
@@ -86,4 +98,6 @@ def _unpack(data: list[Any]) -> Event:
         return Run(int(data[1]), int(data[2]))
     if data[0] == "free":
         return Free(int(data[1]))
+    if data[0] == "deliver":
+        return Deliver(tuple(int(position) for position in data[1:]))
     raise ValueError(f"unknown event {data[0]!r}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gradstow.ir._graph import Region, StorageKind
 from gradstow.ir._graph_rules import op_name, value_name
-from gradstow.ir._schedule import Event, RegionSchedule, Run
+from gradstow.ir._schedule import Deliver, Event, Free, RegionSchedule, Run
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class _Step:
         again: a forward op that runs in the backward.
         absent: values that it reads and that are not there.
         gone: values that it reads of a storage that was given back.
-        alive: whether the storage that it frees was there.
+        alive: whether the storage that it frees was there; the gradients, where it delivers some.
     """
 
     event: Event
@@ -49,6 +49,9 @@ class Followed:
     def runs(self, *, backward: bool) -> list[int]:
         return [s.event.op for s in self.steps if s.backward == backward and isinstance(s.event, Run)]
 
+    def delivered(self) -> list[int]:
+        return [p for s in self.steps if isinstance(s.event, Deliver) for p in s.event.gradients]
+
 
 class _Part:
     """Values that are there while the forward or the backward of a region runs."""
@@ -63,7 +66,11 @@ class _Part:
         self.freed: set[int] = set()
 
     def follow(self, event: Event) -> _Step:
-        if not isinstance(event, Run):
+        if isinstance(event, Deliver):
+            return _Step(
+                event, self.backward, alive=all(self.region.gradients[p] in self.there for p in event.gradients)
+            )
+        if isinstance(event, Free):
             step = _Step(event, self.backward, alive=event.storage in self.alive)
             self._free(event.storage)
             return step
@@ -121,6 +128,8 @@ def broken_ids(region: Region, plan: RegionSchedule) -> Iterator[str]:
     for event in (*plan.forward, *plan.backward):
         if isinstance(event, Run):
             legal = 0 <= event.op < len(region.ops) and -1 <= event.reuse < len(region.values)
+        elif isinstance(event, Deliver):
+            legal = all(0 <= p < len(region.gradients) for p in event.gradients)
         else:
             legal = 0 <= event.storage < storages
         if not legal:
@@ -130,7 +139,10 @@ def broken_ids(region: Region, plan: RegionSchedule) -> Iterator[str]:
 def _order(f: Followed, *, backward: bool) -> Iterator[str]:
     ops = f.region.ops
     ran = [i for i in f.runs(backward=backward) if ops[i].backward == backward]
-    expected = [i for i, op in enumerate(ops) if op.backward == backward and not op.view]
+    chosen = {i for i in ran if ops[i].lazy}  # these may be left out
+    expected = [
+        i for i, op in enumerate(ops) if op.backward == backward and not op.view and (not op.lazy or i in chosen)
+    ]
     real = [i for i in ran if not ops[i].view]
     for position, (got, want) in enumerate(zip(real, expected, strict=False)):
         if got != want:
@@ -148,8 +160,9 @@ def _twice(f: Followed, *, backward: bool) -> Iterator[str]:
     for step in f.steps:
         if step.backward != backward:
             continue
-        if not isinstance(step.event, Run):
+        if isinstance(step.event, Free):
             seen = {i: s for i, s in seen.items() if s != step.event.storage}
+        if not isinstance(step.event, Run):
             continue
         op = f.region.ops[step.event.op]
         if step.event.reuse >= 0:
@@ -216,7 +229,7 @@ def _frees(f: Followed) -> Iterator[str]:
         True: (StorageKind.ACTIVATION, StorageKind.BOUNDARY, StorageKind.GRADIENT, StorageKind.TANGENT),
     }
     for step in f.steps:
-        if not isinstance(step.event, Run):
+        if isinstance(step.event, Free):
             kind = f.region.storages[step.event.storage].kind
             if not step.alive or kind not in own[step.backward]:
                 yield f"{step.event} ({kind.value}{'' if step.alive else ', not there'})"
@@ -231,7 +244,7 @@ def _scopes(f: Followed) -> Iterator[str]:
         ends = {op.scope: i for i, op in scoped}
         until = {region.values[v].storage: ends[op.scope] for _, op in scoped for v in (*op.inputs, *op.outputs)}
         for i, step in enumerate(steps):
-            if not isinstance(step.event, Run) and i < until.get(step.event.storage, i):
+            if isinstance(step.event, Free) and i < until.get(step.event.storage, i):
                 yield f"{step.event}"
 
 
@@ -240,7 +253,7 @@ def _reuses(f: Followed) -> Iterator[str]:
     outputs = {region.values[v].storage for v in region.outputs if v >= 0}
     gradients = {region.values[v].storage for v in region.gradients if v >= 0}
     kept = set(f.plan.kept)
-    stay = {False: kept | outputs, True: kept | gradients | f.held}
+    stay = {False: kept | outputs, True: kept | gradients | f.held}  # what was delivered belongs to autograd
     for step in f.steps:
         if not isinstance(step.event, Run) or step.event.reuse < 0:
             continue
@@ -262,9 +275,20 @@ def _outputs(f: Followed) -> Iterator[str]:
 
 
 def _gradients(f: Followed) -> Iterator[str]:
-    for v in f.region.gradients:
-        if v >= 0 and v not in f.after_backward:
+    early = set(f.delivered())
+    for position, v in enumerate(f.region.gradients):
+        if v >= 0 and v not in f.after_backward and position not in early:
             yield f"gradient {value_name(f.region, v)}"
+
+
+def _deliveries(f: Followed) -> Iterator[str]:
+    delivered = f.delivered()
+    for step in f.steps:
+        if not isinstance(step.event, Deliver):
+            continue
+        own = all(f.region.added[p] and delivered.count(p) == 1 for p in step.event.gradients)
+        if not (own and step.alive and step.backward and step.event.gradients):
+            yield f"{step.event}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,5 +317,8 @@ SCHEDULE_RULES: dict[str, ScheduleRule] = {
     ),
     "kept": ScheduleRule("kept storages are activations or boundaries, there after the forward, named once", _kept),
     "outputs": ScheduleRule("outputs are there after the forward", _outputs),
-    "gradients": ScheduleRule("gradients are there after the backward", _gradients),
+    "deliveries": ScheduleRule(
+        "a gradient that is added to a .grad may leave the backward once, when made", _deliveries
+    ),
+    "gradients": ScheduleRule("gradients that were not delivered are there after the backward", _gradients),
 }

@@ -3,6 +3,15 @@
 from gradstow.planner._frontier import frontier
 from gradstow.planner._policies import POLICIES, Policy
 from gradstow.planner._search import Effort
-from gradstow.planner._solve import make_plan, plain_step_peak, smallest_peak
+from gradstow.planner._solve import make_plan, plain_step_peak, smallest_peak, store_all_peak
 
-__all__ = ["POLICIES", "Effort", "Policy", "frontier", "make_plan", "plain_step_peak", "smallest_peak"]
+__all__ = [
+    "POLICIES",
+    "Effort",
+    "Policy",
+    "frontier",
+    "make_plan",
+    "plain_step_peak",
+    "smallest_peak",
+    "store_all_peak",
+]

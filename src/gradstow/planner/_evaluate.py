@@ -29,6 +29,7 @@ class Outcome:
         kept: storages that cross from the forward to the backward.
         during: live bytes at each moment, forwards first.
         lives: (storage, first position, last position) in ``order``; -1 for what is there at its start.
+        idle: forward nodes, by index, that do not run.
     """
 
     order: Order
@@ -37,6 +38,7 @@ class Outcome:
     kept: set[int]
     during: list[int]
     lives: list[tuple[int, int, int]]
+    idle: frozenset[int] = frozenset()
 
     @property
     def start(self) -> int:
@@ -55,11 +57,13 @@ class Outcome:
 def evaluate(problem: Problem, order: Order, *, reuse: bool = True) -> Outcome:
     """Follow the whole step. ``reuse``: whether dying inputs are written over."""
     lives, kept, dies, beside = _lives(problem, order)
-    live, during = _forward(problem, kept, reuse)
+    idle = _idle(problem, kept)
+    live, during = _forward(problem, kept, idle, reuse)
     _backward(problem, kept, order, dies, beside, live, during, reuse)
     seconds = sum(node.again_seconds for node, again in order if again)
-    peak = _FORBIDDEN if kept & problem.never else max(during, default=0)
-    return Outcome(order, peak, seconds, kept, during, lives)
+    seconds += sum(problem.forward[i].seconds for i in problem.lazy if i not in idle)
+    peak = _FORBIDDEN if kept & problem.never else max(during, default=problem.graph.outside_bytes)
+    return Outcome(order, peak, seconds, kept, during, lives, idle)
 
 
 def expand(problem: Problem, kept: set[int], without: Mapping[int, set[int]] = NOTHING) -> Order:
@@ -110,6 +114,8 @@ def _lives(
     for position in range(len(order) - 1, -1, -1):
         node, again = order[position]
         end = position if again else ends[position]
+        for s in () if again else node.delivers:
+            opened.setdefault(s, end)
         for s in node.again_outputs if again else node.outputs:
             if again and s in fixed:
                 beside[position] = beside[position] | {s}
@@ -129,11 +135,27 @@ def _lives(
 _NONE: set[int] = set()
 
 
-def _forward(problem: Problem, kept: set[int], reuse: bool) -> tuple[int, list[int]]:
+def _idle(problem: Problem, kept: set[int]) -> frozenset[int]:
+    """Lazy nodes that serve nobody. What they read is read by lazy nodes alone, or made before them anyway."""
+    wanted, idle = set(kept), set()
+    for index in reversed(problem.lazy):
+        node = problem.forward[index]
+        if wanted.isdisjoint(node.outputs):
+            idle.add(index)
+        else:
+            wanted.update(node.inputs)
+    return frozenset(idle)
+
+
+def _forward(problem: Problem, kept: set[int], idle: frozenset[int], reuse: bool) -> tuple[int, list[int]]:
     nbytes = problem.nbytes
     live, during = problem.graph.outside_bytes, []
-    for node, deaths in zip(problem.forward, problem.deaths, strict=True):
+    for index, (node, deaths) in enumerate(zip(problem.forward, problem.deaths, strict=True)):
         dying = deaths - kept
+        if index in idle:
+            during.append(0)
+            live -= sum(nbytes[s] for s in dying if problem.maker[s] not in idle)
+            continue
         new = sum(nbytes[s] for s in node.outputs)
         taken = next((nbytes[s] for s in node.overwrites if s in dying), 0) if reuse else 0
         during.append(live + new + node.working - taken)
@@ -155,7 +177,7 @@ def _backward(
 ) -> None:
     nbytes, held, stay = problem.nbytes, problem.held, problem.passing | problem.accumulated
     tangents = {s for storages in problem.tangents.values() for s in storages}
-    untouchable = kept | held | tangents
+    untouchable = kept | held | tangents | problem.delivered
     seen: set[int] = set()
     ends = {node.region: index for index, (node, _) in enumerate(order)}
     current = -1

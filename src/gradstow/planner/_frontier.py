@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gradstow.ir import CostTable, PlanData, StepGraph, replay
+from gradstow.ir import CostTable, PlanData, StepGraph
 from gradstow.planner._evaluate import Outcome, evaluate, expand
 from gradstow.planner._minimum import minimum
 from gradstow.planner._moves import improve
@@ -13,7 +13,7 @@ from gradstow.planner._policies import kept_by_policy
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._program import Stages
 from gradstow.planner._search import Effort, search, settle
-from gradstow.planner._solve import plain_schedule, schedule_of
+from gradstow.planner._solve import base_seconds, plain_schedule, schedule_of
 
 _CARRIED = 12  # moments that one point hands to the next
 
@@ -49,9 +49,7 @@ def frontier(
     for number, budget in enumerate(budgets[1:], 1):
         if progress is not None:
             progress(number, len(budgets))
-        last = number == len(budgets) - 1
-        hint = least.outcome if last else None
-        point, moments = _next(problem, stages, budget, found[-1], hint, effort, moments)
+        point, moments = _next(problem, stages, budget, found[-1], least.outcome, effort, moments)
         found.append(point)
     found = _monotone(problem, found, effort)
     if progress is not None:
@@ -70,21 +68,22 @@ def _next(
     stages: Stages,
     budget: int,
     above: _Point,
-    hint: Outcome | None,
+    least: Outcome,
     effort: Effort,
     moments: frozenset[int],
 ) -> tuple[_Point, frozenset[int]]:
     """The point of the next lower budget. The one above, mended, stands where the search finds none."""
-    found = search(problem, stages, budget, replace(effort, rounds=max(effort.rounds // 2, 1)), moments=moments)
+    found = search(problem, stages, budget, replace(effort, rounds=(effort.rounds + 1) // 2), moments=moments)
+    hint = least if budget == least.peak_bytes else None
     candidates = [found.outcome, settle(problem, above.outcome, budget, effort), hint]
     fitting = [o for o in candidates if o is not None and o.peak_bytes <= budget]
     if not fitting:
         found = search(problem, stages, budget, effort)
         fitting = [found.outcome] if found.outcome is not None else []
     best = min(fitting, key=lambda o: o.seconds, default=None)
-    if best is None:  # the smallest peak fits every budget
-        best = minimum(problem, stages, effort).outcome
-    carried = frozenset(sorted(found.moments)[:_CARRIED]) if len(found.moments) <= _CARRIED else frozenset()
+    if best is None:  # the smallest peak fits every budget, and may use the room
+        best = improve(problem, least, budget, work=effort.moves)
+    carried = frozenset(found.moments) if len(found.moments) <= _CARRIED else frozenset[int]()
     return _Point(budget, best, max(found.bound, above.bound)), carried
 
 
@@ -110,6 +109,6 @@ def _plan(problem: Problem, point: _Point, kind: Callable[..., PlanData]) -> Pla
         costs=costs,
         budget=f"{point.budget + graph.resident.total} B",
         policy="auto",
-        lower_bound_seconds=replay(graph, plain, costs, plain=True).seconds + point.bound,
+        lower_bound_seconds=base_seconds(problem) + point.bound,
         solver={"solver": "frontier"},
     )

@@ -66,7 +66,7 @@ class Policy:
 def kept_by_policy(problem: Problem, name: str) -> set[int]:
     """Storages that a named policy keeps (those that no op can make again come on top)."""
     if name in ("store-all", "auto"):
-        return problem.keepable - problem.never
+        return problem.keepable - problem.never - _decoded(problem)
     if name == "recompute-all":
         return set()
     if name == "selective":
@@ -74,6 +74,14 @@ def kept_by_policy(problem: Problem, name: str) -> set[int]:
         return {s for node in nodes for s in node.outputs} - problem.never
     narrow = narrow_points(problem)
     return set(_spread(problem, narrow, math.isqrt(max(len(narrow), 1)) or 1)) - problem.never
+
+
+def _decoded(problem: Problem) -> set[int]:
+    """What is made of a smaller thing that can be kept in its place."""
+    coded = {s for index in problem.lazy for s in problem.forward[index].outputs}
+    return {
+        s for index in problem.lazy for s in problem.forward[index].outputs if coded & {*problem.forward[index].inputs}
+    }
 
 
 def narrow_points(problem: Problem) -> list[int]:

@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gradstow.ir import CostTable, Op, Region, StepGraph, StorageKind
+from gradstow.ir import CostTable, Op, Region, StepGraph, StorageKind, delivered_storages, deliveries
 
 
 @dataclass(slots=True)
 class Node:
     """One op: what it reads and makes, by storage number. ``again_*`` hold for a recomputation.
 
+    ``delivers``: gradients that autograd gets once it has run, and that nobody may write over after that.
+    A ``lazy`` one runs in the forward only where something that is kept, or read there, comes of it.
     What a node with a ``scope`` reads or makes lives at least until the last node of that scope has run.
     """
 
@@ -32,6 +34,8 @@ class Node:
     again_outputs: tuple[int, ...] = ()
     pinned: bool = False
     overwrites: tuple[int, ...] = ()
+    delivers: tuple[int, ...] = ()
+    lazy: bool = False
     scope: int = -1
 
 
@@ -56,8 +60,10 @@ class Problem:
         tangents: by region, storages that are there when that region's backward starts.
         leaving: by region, gradients and tangents that are given up, at the latest, after its backward.
         passing: gradients that live to the end of a region's backward or longer, whoever reads them.
+        delivered: gradients that leave while their region's backward runs.
         names: storage → (region, storage id); ``numbers`` is the way back.
         deaths: index in ``forward`` → storages that no later forward op reads.
+        lazy: indices in ``forward`` of lazy nodes.
     """
 
     graph: StepGraph
@@ -80,9 +86,11 @@ class Problem:
     accumulated: set[int] = field(default_factory=set)
     leaving: dict[int, set[int]] = field(default_factory=dict)
     passing: set[int] = field(default_factory=set)
+    delivered: set[int] = field(default_factory=set)
     names: list[tuple[int, int]] = field(default_factory=list)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     deaths: list[set[int]] = field(default_factory=list)
+    lazy: list[int] = field(default_factory=list)
 
 
 def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
@@ -111,6 +119,7 @@ def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
     for node in (*problem.forward, *problem.backward):
         node.overwrites = tuple(s for s in node.overwrites if s not in problem.boundary)
     problem.deaths = _deaths(problem)
+    problem.lazy = [index for index, node in enumerate(problem.forward) if node.lazy]
     problem.keepable = {s for s, maker in enumerate(problem.maker) if maker >= 0}
     problem.fixed = problem.held | problem.boundary
     problem.remaker = {
@@ -163,6 +172,7 @@ def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, ba
         known = [n for n in found if n is not None]
         return tuple(dict.fromkeys(reversed(known)))[::-1]  # the last use counts, as in just_in_time
 
+    leaving = delivered_storages(region, deliveries(region, at_once=not region.managed)) if backward else {}
     for index, op in enumerate(region.ops):
         if op.view or op.backward != backward:
             continue
@@ -172,7 +182,9 @@ def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, ba
         node = Node(r, index, cost.seconds, cost.working_bytes, inputs, outputs)
         node.pinned = bool(op.pinned) or cost.how == "unknown"
         node.overwrites = numbers(op.overwrites) if region.managed else ()
-        node.scope = op.scope
+        node.scope, node.lazy = op.scope, op.lazy
+        node.delivers = tuple(problem.numbers[r, s] for s in leaving.get(index, ()))
+        problem.delivered.update(node.delivers)
         if not backward:
             _set_again(problem, node, op, costs, numbers)
         if not region.managed:
@@ -217,12 +229,13 @@ def _add_gradients(problem: Problem, r: int, region: Region, running: set[int]) 
     """Tangents and gradients of a region, and when they are given up. ``running``: regions with a backward."""
     here = next((q for q in range(r, -1, -1) if q in running), r)
     leaving: dict[int, int] = {}
-    for value, accumulated, given in zip(region.gradients, region.accumulated, region.inputs, strict=True):
+    ends = zip(region.gradients, region.accumulated, region.added, region.inputs, strict=True)
+    for value, accumulated, added, given in ends:
         number = None if value < 0 else _number(problem, r, region.values[value].storage)
-        if number is None:
+        if number is None or number in problem.delivered:
             continue
         problem.passing.add(number)
-        if accumulated and not problem.graph.grads_exist:
+        if accumulated and not added:
             problem.accumulated.add(number)
             continue
         origin = region.storages[region.values[given].storage].origin

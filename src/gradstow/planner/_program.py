@@ -15,7 +15,7 @@ schedule has one. Moments are added where a solution, followed, exceeds the budg
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -163,7 +163,9 @@ class _Program:
                 else:
                     decision = problem.decision[s]
                     if decision not in decisions:
-                        decisions[decision] = self._variable(0.0, False, True)
+                        maker = problem.forward[problem.maker[s]] if problem.maker[s] >= 0 else None
+                        cost = maker.seconds if maker is not None and maker.lazy else 0.0
+                        decisions[decision] = self._variable(cost, False, True)
                     self.alive[0][s] = decisions[decision]
                     if s in problem.never:
                         self.upper[decisions[decision]] = 0.0
@@ -206,16 +208,17 @@ class _Program:
         """What was kept before this forward op fits beside what the forward itself holds."""
         live = 0
         terms: list[tuple[int, float]] = []
-        for index, node in enumerate(self.p.forward[: moment + 1]):
-            live += sum(self.p.nbytes[s] for s in node.outputs)
-            if index == moment:
-                dying = self.p.deaths[index]
-                live += node.working - next((self.p.nbytes[s] for s in node.overwrites if s in dying), 0)
-                break
-            for s in self.p.deaths[index]:
-                live -= self.p.nbytes[s]
-                if s in self.alive[0]:
-                    terms.append((self.alive[0][s], float(self.p.nbytes[s])))
+        lazy = {s for index in self.p.lazy for s in self.p.forward[index].outputs}  # these may not be made at all
+
+        def weigh(storages: Iterable[int]) -> int:
+            return sum(self.p.nbytes[s] for s in storages if s not in lazy)
+
+        for node, deaths in zip(self.p.forward[:moment], self.p.deaths, strict=False):
+            live += weigh(node.outputs) - weigh(deaths)
+            terms += [(self.alive[0][s], float(self.p.nbytes[s])) for s in deaths if s in self.alive[0]]
+        node, dying = self.p.forward[moment], self.p.deaths[moment]
+        live += weigh(node.outputs) + (0 if node.lazy else node.working)
+        live -= next((self.p.nbytes[s] for s in node.overwrites if s in dying), 0)
         self.rows.add(terms, float(self.budget - live))
 
     def solve(self, gap: float, seconds: float, nodes: int) -> Solution:
@@ -259,7 +262,7 @@ def _fixed_bytes(problem: Problem) -> list[int]:
     gradients = {s for s, m in enumerate(problem.maker) if m < 0 and s not in problem.boundary} - problem.held
     end: dict[int, int] = {}
     for last, node in zip(scope_ends(problem.backward), problem.backward, strict=True):
-        for s in (*node.inputs, *node.outputs):
+        for s in (*node.inputs, *node.outputs, *node.delivers):
             end[s] = last
     last_of_region = {n.region: i for i, n in enumerate(problem.backward)}
     for r, leaving in problem.leaving.items():

@@ -58,7 +58,7 @@ def apply_rules(problem: Problem, rules: Rules, known_ops: Collection[str]) -> l
     matched = {pattern: 0 for pattern, _ in rules}
     bound: dict[int, tuple[str, str]] = {}
     for node in problem.forward:
-        if not problem.graph.regions[node.region].managed:
+        if node.lazy or not problem.graph.regions[node.region].managed:
             continue
         for pattern, action in rules:
             if _matches(problem, node, pattern):

@@ -37,11 +37,13 @@ def make_plan(
     kind: Callable[..., PlanData] = PlanData,
     effort: str | Effort = "normal",
     known_ops: Collection[str] = (),
+    recompute: bool = True,
 ) -> PlanData:
     """The cheapest plan whose replayed step peak is at or under ``step_budget`` bytes.
 
     ``step_budget`` None asks for the policy's plan whatever it needs. ``kind`` is the class to return;
-    ``known_ops`` are names that rules may hold though the graph has no such op.
+    ``known_ops`` are names that rules may hold though the graph has no such op. Without ``recompute`` only what
+    was encoded is made again.
 
     Raises:
         BudgetTooSmall: no plan fits; the error names the smallest budget that can be met and what sets it.
@@ -50,6 +52,8 @@ def make_plan(
     wanted = Policy.of(policy)
     problem = build_problem(graph, costs)
     plain = plain_schedule(problem)
+    if not recompute:
+        problem.remaker = {s: node for s, node in problem.remaker.items() if node.lazy}
     notes = apply_rules(problem, wanted.rules, known_ops)
     decision = _decide(problem, step_budget, wanted.name, Effort.of(effort))
     schedule = schedule_of(problem, decision.order)
@@ -61,7 +65,7 @@ def make_plan(
         costs=costs,
         budget=budget,
         policy=str(wanted),
-        lower_bound_seconds=replay(graph, plain, costs, plain=True).seconds + decision.bound,
+        lower_bound_seconds=base_seconds(problem) + decision.bound,
         solver={**decision.solver, **({"rules": notes} if notes else {})},
     )
     if step_budget is not None:
@@ -76,17 +80,28 @@ def smallest_peak(graph: StepGraph, costs: CostTable, effort: Effort | None = No
     return replay(graph, schedule_of(problem, found.outcome.order), costs).peak_bytes, found.proven_bytes
 
 
+def base_seconds(problem: Problem) -> float:
+    """What every order of this graph takes at least: each op once, without what need not run."""
+    return sum(node.seconds for node in (*problem.forward, *problem.backward) if not node.lazy)
+
+
+def store_all_peak(graph: StepGraph, costs: CostTable) -> int:
+    """Step peak where everything that the backward needs is kept, in bytes."""
+    problem = build_problem(graph, costs)
+    return evaluate(problem, expand(problem, kept_by_policy(problem, "store-all"))).peak_bytes
+
+
 def plain_step_peak(graph: StepGraph, costs: CostTable) -> int:
     """Simulated step peak of plain PyTorch, in bytes."""
     return replay(graph, plain_schedule(build_problem(graph, costs)), costs, plain=True).peak_bytes
 
 
 def plain_schedule(problem: Problem) -> Schedule:
-    """Everything stored, nothing written over."""
-    return schedule_of(problem, expand(problem, kept_by_policy(problem, "store-all")), reuse=False)
+    """Everything stored, nothing written over, gradients handed over at once."""
+    return schedule_of(problem, [], plain=True)
 
 
-def schedule_of(problem: Problem, order: Order, *, reuse: bool = True) -> Schedule:
+def schedule_of(problem: Problem, order: Order, *, reuse: bool = True, plain: bool = False) -> Schedule:
     """The order as events, region by region."""
     reruns: list[dict[int, list[int]]] = [{} for _ in problem.graph.regions]
     waiting: list[int] = []
@@ -102,7 +117,7 @@ def schedule_of(problem: Problem, order: Order, *, reuse: bool = True) -> Schedu
         fixed[r].add(storage)
     return Schedule(
         tuple(
-            write_events(region, reruns[r], fixed=fixed[r], reuse=reuse)
+            write_events(region, reruns[r], fixed=fixed[r], reuse=reuse, plain=plain)
             for r, region in enumerate(problem.graph.regions)
         )
     )
@@ -165,6 +180,8 @@ def _refuse_if_over(plan: PlanData, step_budget: int) -> None:
 def _culprit(problem: Problem, outcome: Outcome) -> str:
     """The op and the largest value alive at the peak, in words."""
     index = outcome.peak_at
+    if index < 0:
+        return "code outside of any graph"
     if index >= outcome.start:
         node = outcome.order[index - outcome.start][0]
     elif index < len(problem.forward):

@@ -13,7 +13,7 @@ from gradstow.ir import Op, PlanData, Region, StorageKind
 from gradstow.report._names import module_path, short_target
 
 Key = tuple[int, int]
-DECISIONS = ("store", "recompute", "output", "free")
+DECISIONS = ("store", "recompute", "compress", "output", "free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class Row:
         name: name of the value in the captured graph.
         nbytes: bytes of its storage.
         decision: "store" (kept from the forward to the backward), "recompute" (made again in the
-            backward), "output" (the caller holds it anyway), "free" (the backward does not need it).
+            backward), "compress" (something smaller is kept, and read or decoded in the backward), "output" (the
+            caller holds it anyway), "free" (the backward does not need it).
         reason: why, in a few words.
         shape, dtype, op, module, source: what it is, and which line of the model makes it.
         seconds: what making it again costs once, by its own op alone; 0 where that cannot be.
@@ -74,10 +75,12 @@ class _View:
         self.kept: set[Key] = set()
         self.crossing: set[Key] = set()
         self.again: dict[Key, int] = {}
+        self.codes: dict[Key, Key] = {}  # storage → something smaller that an action makes of it
         for r, region in enumerate(self.regions):
             self.kept.update(self._key(r, s) for s in plan.schedule.regions[r].kept)
             self.crossing.update(s.origin for s in region.storages if s.origin is not None)
             self._count_reruns(r, region)
+            self._find_codes(r, region)
         self.held = self._held()
 
     def _key(self, r: int, storage: int) -> Key:
@@ -95,6 +98,18 @@ class _View:
                 key = self._key(r, storage)
                 self.again[key] = self.again.get(key, 0) + 1
 
+    def _find_codes(self, r: int, region: Region) -> None:
+        sources: dict[int, Key] = {}  # storage of a code → what it stands for
+        for op in region.ops:
+            if not op.lazy:
+                continue
+            read, made = (region.values[v].storage for v in (op.inputs[0], op.outputs[0]))
+            if read in sources:  # decoded, and so the same as its source
+                self.kept.update({sources[read]} if (r, made) in self.kept else ())
+            else:
+                sources[made] = self._key(r, read)
+                self.codes[sources[made]] = (r, made)
+
     def _held(self) -> set[Key]:
         """Outputs that the user's loop holds while the backward runs; one between two regions it never sees."""
         found: set[Key] = set()
@@ -109,7 +124,7 @@ class _View:
         region = self.regions[r]
         makers: dict[int, tuple[Op, int]] = {}
         for op in region.ops:
-            for value in op.outputs if not op.backward else ():
+            for value in op.outputs if not (op.backward or op.lazy) else ():
                 storage = region.values[value].storage
                 if region.storages[storage].kind is StorageKind.ACTIVATION:
                     makers.setdefault(storage, (op, value))
@@ -140,6 +155,8 @@ class _View:
             return "output"
         if key in self.kept:
             return "store"
+        if self.codes.get(key) in self.kept:
+            return "compress"
         return "recompute" if key in self.again else "free"
 
     def _obstacle(self, region: Region, op: Op, value: int) -> str:
@@ -159,6 +176,9 @@ class _View:
             return "held by the caller"
         if decision == "free":
             return "not needed by the backward"
+        if decision == "compress":
+            r, code = self.codes[key]
+            return f"kept as {format_bytes(self.regions[r].storages[code].nbytes)}, exactly"
         if decision == "store" and obstacle:
             return obstacle
         if decision == "store" and key in self.crossing:

@@ -1,0 +1,1 @@
+"""The zoo: gradstow tried on every model that people are likely to train. ``python benchmarks/zoo`` runs it."""

@@ -1,0 +1,108 @@
+"""What an action may do to a captured graph, and the tools that all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+SMALLEST = 1 << 12  # bytes of a value that is worth an op
+
+
+@dataclass
+class Offers:
+    """A normalised joint graph, and what the actions put into it.
+
+    Attributes:
+        backward: the nodes of its backward part.
+        outputs: what the forward hands out.
+        lazy: nodes that were put in, which run in the forward only where somebody wants their result.
+        sign: gives a node's key in the cost table.
+        plain: backward node → what plain PyTorch's op reads, and its key, where the graph's own is another now.
+    """
+
+    graph: fx.Graph
+    backward: set[fx.Node]
+    outputs: Collection[Any]
+    sign: Callable[[fx.Node], str]
+    lazy: set[fx.Node] = field(default_factory=set)
+    plain: dict[fx.Node, tuple[tuple[fx.Node, ...], str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        values = (node.meta.get("val") for node in self.graph.nodes)
+        self._lying = Counter(v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor))
+
+    def forward_calls(self) -> list[fx.Node]:
+        calls = [n for n in self.graph.nodes if n.op == "call_function"]
+        return [n for n in calls if n not in self.backward and n not in self.lazy]
+
+    def backward_calls(self, target: Any) -> list[fx.Node]:
+        return [n for n in self.graph.find_nodes(op="call_function", target=target) if n in self.backward]
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """The backward nodes that read the node itself."""
+        return [user for user in node.users if user in self.backward]
+
+    def alone(self, node: fx.Node) -> bool:
+        """Whether no other value lies on the node's memory and nobody outside is given it."""
+        return node not in self.outputs and self._lying[node.meta["val"].untyped_storage()._cdata] == 1
+
+    def call(self, after: fx.Node, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+        """A lazy op behind ``after``, in whose name it stands in reports."""
+        with self.graph.inserting_after(after):
+            node = self.graph.call_function(target, args)
+        node.meta = {**after.meta, "val": value, "partitioner_tag": "is_forward"}
+        self.lazy.add(node)
+        return node
+
+    def replace(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        """Let a backward node read ``new`` in place of ``old``."""
+        self.remember(reader)
+        reader.replace_input_with(old, new)
+
+    def remember(self, reader: fx.Node) -> None:
+        """Note plain PyTorch's op, before it is changed."""
+        if reader not in self.plain:
+            self.plain[reader] = (tuple(reader.all_input_nodes), self.sign(reader))
+
+
+class Action(ABC):
+    """Something to do with a value beside keeping it and making it again by its own op.
+
+    It is put into the graph as pure ops: one that makes something smaller of the value, and one that makes the value,
+    or what stands for it, of that. Keeping the smaller thing and running the second op again in the backward is then
+    the planner's usual choice, with its usual exact count of bytes and seconds.
+    """
+
+    name: str
+
+    def apply(self, offers: Offers) -> None:
+        """Put the ops in wherever the action fits."""
+        for node in self.offer(offers):
+            self.emit(offers, node)
+
+    @abstractmethod
+    def offer(self, offers: Offers) -> list[fx.Node]:
+        """The nodes that the action fits."""
+
+    @abstractmethod
+    def emit(self, offers: Offers, node: fx.Node) -> None:
+        """Put the ops in for one of them."""
+
+
+def dense(value: torch.Tensor) -> bool:
+    """Whether the value is its whole memory, each element once, in any order of dimensions."""
+    pairs = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1)
+    expected = 1
+    for stride, size in pairs:
+        if stride != expected:
+            return False
+        expected *= size
+    return bool(
+        value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    )
