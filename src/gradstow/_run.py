@@ -36,6 +36,7 @@ from gradstow.execute import Executor, Planned, Recorded, UnknownGraph, inner_er
 from gradstow.ir import GraphBreak, Region, RegionSchedule
 
 _RECORDS = 2  # a model whose graphs change after that is taken for one that always changes
+_MOST_GRAPHS = 128  # under the limit at which Dynamo itself gives up, silently
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,13 @@ class Run:
         self._names = _Names(module)
         self._executors: dict[frozenset[int], Executor] = {}  # by which gradients exist already
         self._recording: _Recording | None = None
-        self._records, self._said = 0, False
+        self._records, self._said, self._plain = 0, False, False
         self._lock = threading.RLock()
         self.last: Plan | None = None
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._plain:
+            return module._call_impl(*args, **kwargs)
         if self._recording is not None and not self._recording.complete:
             return self._recording(module, args, kwargs)
         executor, fresh = self._executor(module, args, kwargs)
@@ -92,7 +95,19 @@ class Run:
             raise nothing_captured(module, ())
         if executor.ran > max(planned):  # fewer need less: a layer was left out in this step
             _planned(executor).grew = True
+        if len(executor.programs) > _MOST_GRAPHS + max(planned):
+            self._give_up(module)
         return output
+
+    def _give_up(self, module: torch.nn.Module) -> None:
+        """Compiling without end would take more time than training, and ever more memory."""
+        self._plain, self._recording = True, None
+        self._executors.clear()
+        warn_user(
+            f"gradstow: {type(module).__name__} has made more than {_MOST_GRAPHS} new graphs while training, as when "
+            "every step computes with another Python number (.item(), NumPy). From here on it runs as plain PyTorch, "
+            "outside of any budget. Keep such numbers in tensors, or stow the parts without them."
+        )
 
     def _executor(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Executor | None, bool]:
         """What runs this step, and whether it is new; None where the step has to be recorded."""

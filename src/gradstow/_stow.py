@@ -154,10 +154,10 @@ class _Stowed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: torch.nn.Module = self.module()
-        idle = not module.training or not torch.is_grad_enabled() or _PLAIN.get()
-        if idle or torch.compiler.is_compiling():
+        if _PLAIN.get() or torch.compiler.is_dynamo_compiling() or not _trains(module):
             return module._call_impl(*args, **kwargs)
         try:
+            _refuse_graph_capture(module)
             self.last = self._run(module, args, kwargs)
             return self.last(module, args, kwargs)
         except Exception as error:
@@ -179,6 +179,19 @@ class _Stowed:
             while len(self._runs) > self.max_plans:
                 self._runs.popitem(last=False)
             return self._runs[key]
+
+
+def _trains(module: torch.nn.Module) -> bool:
+    """Not in eval mode, without gradients, or while all of it is frozen (a judge, while the other player learns)."""
+    return module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _refuse_graph_capture(module: torch.nn.Module) -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"a CUDA graph is being captured, and {type(module).__name__} is stowed: its plans are chosen on the host, "
+            "step by step. Capture the step under `with gs.plain():`, or gs.unstow the model first."
+        )
 
 
 def autocast_state(device: str) -> torch.dtype | None:
