@@ -466,6 +466,15 @@ def weights_signature(model: torch.nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _strided(item: Any) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a tensor consists of."""
+    if not isinstance(item, torch.Tensor):
+        return ()
+    if item.layout is torch.sparse_coo:
+        return item._indices(), item._values()
+    return (item,) if item.layout is torch.strided else ()
+
+
 def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
     """What the model and the batch hold, each storage once, in bytes."""
     seen: set[int] = set()
@@ -473,10 +482,10 @@ def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
     def count(items: Any) -> int:
         total = 0
         for tensor in items:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == device and tensor.layout is torch.strided:
-                key = storage_key(tensor)
-                total += 0 if key in seen else tensor.untyped_storage().nbytes()
-                seen.add(key)
+            for part in _strided(tensor):
+                if part.device.type == device:
+                    total += 0 if storage_key(part) in seen else part.untyped_storage().nbytes()
+                    seen.add(storage_key(part))
         return total
 
     return Resident(
