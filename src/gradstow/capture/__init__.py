@@ -26,6 +26,7 @@ from gradstow.capture._rehearse import compiled_nodes, storage_key
 from gradstow.capture._rerun import OutputRef, rerun_call
 from gradstow.capture._strides import Strides, arrived_strides, expected_strides, keep_layouts, restrided
 from gradstow.capture._tree import batch_signature, tensors
+from gradstow.capture._uses import one_input_per_use
 
 __all__ = [
     "CompiledGraph",
@@ -59,6 +60,7 @@ __all__ = [
     "is_tangent",
     "keep_layouts",
     "normalize",
+    "one_input_per_use",
     "overwriting_call",
     "recorded_graph",
     "rerun_call",

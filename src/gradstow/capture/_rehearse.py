@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from gradstow.capture._backend import aot, boxed
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent
+from gradstow.capture._uses import one_input_per_use
 
 
 class Recorder:
@@ -49,10 +50,11 @@ class Recorder:
         def backward(gm: fx.GraphModule, _inputs: list[Any]) -> Any:
             return boxed(lambda args: self._run_backward(graphs[-1], gm, args))
 
+        module, inputs, spread = one_input_per_use(module, inputs)
         compiled = aot(forward, backward, partition, self.device)(module, inputs)
 
         def call(*args: Any) -> Any:
-            outputs = compiled(*args)
+            outputs = compiled(*spread(args))
             let_gradients_be_absent(outputs)
             return outputs
 

@@ -19,6 +19,7 @@ from gradstow.capture import (
     copy_graph,
     fresh_function,
     keep_layouts,
+    one_input_per_use,
 )
 from gradstow.execute._eager import generate
 from gradstow.execute._program import RegionProgram
@@ -85,6 +86,7 @@ class Executor:
             keep_layouts()
             return self.source.forward(programs[-1])
 
+        module, inputs, spread = one_input_per_use(module, inputs)
         compiled = aot(
             forward,
             lambda _gm, _inputs: self.source.backward(programs[-1]),
@@ -94,6 +96,7 @@ class Executor:
 
         def call(*args: Any) -> Any:
             self._begun = True
+            args = spread(args)
             watched = self._watch(programs[-1], args) if programs else []
             outputs = compiled(*args)
             if programs:
