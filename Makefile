@@ -38,7 +38,7 @@ format: $(READY) ## sort imports, fix what can be fixed, format
 bench: $(READY) ## table of step peaks and times, planned against plain
 	$(BIN)/python benchmarks/step_table.py
 
-zoo: $(READY) ## every torchvision model, timm family and many transformers, plain against planned (an hour)
+zoo: $(READY) ## every torchvision model, timm family and many transformers, plain against planned (hours)
 	$(BIN)/python benchmarks/zoo --resume
 
 gpu: $(READY) ## all tests and the table on a CUDA device; fails where there is none

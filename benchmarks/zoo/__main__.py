@@ -1,7 +1,8 @@
 """Try gradstow on torchvision's classifiers and segmentation models, one model of every timm family, and many tiny
 transformers, each at 60 % of plain PyTorch's step peak (or at the smallest budget, where that is more).
 
-    python benchmarks/zoo                           # all; about an hour on two cores
+    python benchmarks/zoo                           # all; hours on two cores
+    python benchmarks/zoo --guess                   # without timing ops: equality and peaks, no good times
     python benchmarks/zoo --resume                  # what benchmarks/results/zoo.csv does not have yet
     python benchmarks/zoo --only resnet timm:vit    # names that contain one of these
     python benchmarks/zoo --survey                  # look again for timm's smallest variants
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +30,7 @@ from zoo._workers import Limits, run_all
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tries end with us
     options = _parse()
     if options.survey:
         return _survey()

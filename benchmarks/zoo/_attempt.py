@@ -18,7 +18,7 @@ from zoo import _timm, _torchvision, _transformers
 from zoo._subject import NotBuilt, Subject
 
 BUDGET = "60%"
-STEPS, ROUNDS = 3, 3
+STEPS, ROUNDS = 3, 2
 GOOD, SILENT = "equal", ("different", "over budget")
 _MIB = 1 << 20
 LIBRARIES = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
