@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor
 
 from gradstow._ops import keep_mask, masked_scale
 from gradstow.capture._randomness import no_frozen_numbers
@@ -214,6 +215,7 @@ def compile_settings(told: bool = False) -> Iterator[None]:
         no_frozen_numbers(),
         _answering(told),
         torch._dynamo.config.patch(**dynamo),
+        inductor.patch(fallback_random=True),  # random ops that nobody reads move the stream, too
         # the backward runs outside of the user's autocast block, as PyTorch asks for; inside, it is refused
         torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False, backward_pass_autocast="off"),
     ):
