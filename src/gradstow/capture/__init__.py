@@ -12,32 +12,26 @@ from gradstow.capture._backend import (
 )
 from gradstow.capture._breaks import is_whole_call, listen
 from gradstow.capture._capture import (
-    Captured,
     RehearsalFailed,
-    Seen,
-    Step,
     capture,
     captured_from,
-    check_loss,
-    device_of,
-    existing_gradients,
-    find_loss,
     first_line,
-    nothing_captured,
-    resident_bytes,
     see,
     was_told,
-    weights_signature,
 )
+from gradstow.capture._captured import Captured, Seen, nothing_captured
 from gradstow.capture._cut import cut
 from gradstow.capture._fakes import same_randomness
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
+from gradstow.capture._loss import check_loss, find_loss
+from gradstow.capture._model import device_of, existing_gradients, resident_bytes, weights_signature
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
 from gradstow.capture._parts import expose_parts, hide_parts, is_part
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import compiled_nodes
 from gradstow.capture._rerun import OutputRef, rerun_call
+from gradstow.capture._step import Step
 from gradstow.capture._strides import Strides, arrived_strides, expected_strides, keep_layouts, restrided
 from gradstow.capture._tree import batch_signature, storage_key, tensors
 

@@ -4,56 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gradstow._errors import CaptureError, GradstowError
-from gradstow.actions import Action
 from gradstow.capture._backend import call_module, compile_settings, fresh_function
 from gradstow.capture._breaks import Listener, listen
+from gradstow.capture._captured import Captured, NothingCaptured, Seen, captured
 from gradstow.capture._fake_memory import FakeMemory
 from gradstow.capture._fakes import Fakes, same_randomness
-from gradstow.capture._log import RegionRecord, StepLog
-from gradstow.capture._normalize import normalize
+from gradstow.capture._log import StepLog
+from gradstow.capture._loss import check_loss, differentiable, find_loss, loss_reserve
+from gradstow.capture._model import device_of
 from gradstow.capture._outside import outside_ops
 from gradstow.capture._parts import expose_parts, has_parts
 from gradstow.capture._places import is_users
-from gradstow.capture._region import build_region, fingerprint
 from gradstow.capture._rehearse import Recorder
+from gradstow.capture._step import Loss, Step
 from gradstow.capture._tree import batch_signature, storage_key, tensors
-from gradstow.ir import GraphBreak, Region, Resident, StepGraph
-
-Loss = Callable[[Any, Any], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the user's training step does, as far as gradstow is told.
-
-    Attributes:
-        call: how the model is called: ``call(model)`` runs its forward and returns the output.
-        inputs: what ``call`` feeds to the model; tensors in it are replaced by fakes.
-        batch: what the loss gets as its second argument.
-        loss: ``loss(output, batch)``; None means that the output is the loss or has a ``.loss``.
-        optimizer: adds the optimizer's state and its step's working memory.
-        outputs_held: whether the loop still holds the model's output while the backward runs.
-    """
-
-    call: Callable[[Any, Any], Any]
-    inputs: Any
-    batch: Any = None
-    loss: Loss | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    outputs_held: bool = True
-
-
-class NothingCaptured(CaptureError):
-    """The tracer left out all of the model."""
+from gradstow.ir import GraphBreak, StepGraph
 
 
 class RehearsalFailed(CaptureError):
@@ -146,26 +118,7 @@ def _rehearse(
         reserve = _run_loss(recorder, step, output, batch)
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
     seen = Seen(rehearsed.called_with, reserve, (names, room), heard.breaks(), tuple(heard.calls))
-    return _captured(model, step, recorder.log, seen, optimizer, parts=parts)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a step's forward shows beside its graphs.
-
-    Attributes:
-        batch: signature of what the model was called with.
-        reserve_bytes: room for a loss that is not known.
-        outside: names of ops outside of any graph, and the room for them in bytes.
-        breaks: why graphs ended.
-        calls: fused kernels outside of any graph, see ``StepGraph.outside_calls``.
-    """
-
-    batch: str
-    reserve_bytes: int
-    outside: tuple[tuple[str, ...], int]
-    breaks: tuple[GraphBreak, ...]
-    calls: tuple[tuple[str, int], ...] = ()
+    return captured(model, step, recorder.log, seen, optimizer, parts=parts)
 
 
 def see(
@@ -198,102 +151,7 @@ def captured_from(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) 
             fakes.tensor(parameter)
         with fakes.mode:
             optimizer = _rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
-    return _captured(model, step, log, seen, optimizer, parts=has_parts(model))
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A captured step, of which graphs can be made: as it is, or with what actions put in."""
-
-    order: tuple[RegionRecord, ...]
-    outputs_held: bool
-    existing: frozenset[int]
-    common: StepGraph
-
-    def told(self, told: bool) -> Captured:
-        """The same with a note that the model heard that it was being compiled."""
-        if not told:
-            return self
-        return replace(self, common=replace(self.common, versions={**self.common.versions, "compiling": "told"}))
-
-    def graph(self, actions: Sequence[Action] = ()) -> StepGraph:
-        last = max(i for i, r in enumerate(self.order) if r.compiled.managed)
-        regions = [
-            # the loss itself is always held: backward() is called on it
-            self._region(i, r, actions, held=i > last or (i == last and self.outputs_held))
-            for i, r in enumerate(self.order)
-        ]
-        found = _with_origins(_only_last_added(regions, self.order), self.order)
-        return replace(self.common, regions=_alike(found))
-
-    def _region(self, index: int, record: RegionRecord, actions: Sequence[Action], *, held: bool) -> Region:
-        graph = record.compiled
-        return build_region(
-            normalize(graph.joint, record.mask if record.ran_backward else None),
-            graph.num_forward_outputs,
-            [replace(role, added=role.parameter in self.existing) for role in record.roles],
-            name=f"region {index}" if graph.managed else "loss",
-            mask=record.mask,
-            print_=fingerprint(graph.joint, graph.num_forward_outputs),
-            held=held,
-            managed=graph.managed,
-            device=self.common.device,
-            changed=_changed(record, self.order),
-            mutated=graph.mutated,
-            actions=actions,
-        ).region
-
-
-def _captured(
-    model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int], *, parts: bool
-) -> Captured:
-    device = device_of(model)
-    _check_recorded(model, log.order, seen.breaks)
-    if not log.complete:
-        raise CaptureError(
-            f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
-            "backward to plan. Check that the loss uses the model's output and that it is not detached."
-        )
-    common = StepGraph(
-        regions=(),
-        resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
-        device=device,
-        reserve_bytes=seen.reserve_bytes,
-        optimizer_peak_bytes=optimizer[1],
-        outputs_held=step.outputs_held,
-        batch=seen.batch,
-        model=type(model).__qualname__,
-        weights=weights_signature(model),
-        breaks=_ending(seen.breaks, log.order),
-        outside=seen.outside[0],
-        outside_bytes=seen.outside[1],
-        outside_calls=seen.calls,
-        parts=parts,
-        versions={"torch": torch.__version__},
-    )
-    return Captured(tuple(log.order), step.outputs_held, existing_gradients(model), common)
-
-
-def _ending(breaks: tuple[GraphBreak, ...], order: list[RegionRecord]) -> tuple[GraphBreak, ...]:
-    """The breaks with the regions that end there."""
-    ends = [r.compiled.end for r in order]
-    known = dict.fromkeys((*breaks, *(end for end in ends if end is not None)))
-    return tuple(replace(b, regions=tuple(i for i, end in enumerate(ends) if end == b)) for b in known)
-
-
-def _check_recorded(model: torch.nn.Module, order: list[RegionRecord], breaks: tuple[GraphBreak, ...]) -> None:
-    if any(r.compiled.managed for r in order):
-        return
-    raise nothing_captured(model, breaks)
-
-
-def nothing_captured(model: torch.nn.Module, breaks: tuple[GraphBreak, ...]) -> NothingCaptured:
-    """The error for a model of which no part can be planned."""
-    reasons = "; ".join(str(b) for b in breaks) or "hooks, or code that PyTorch's tracer leaves out"
-    return NothingCaptured(
-        f"no part of {type(model).__name__} could be captured, so no budget can hold: {reasons}. It trains as plain "
-        "PyTorch; stow sub-modules that do not contain what ends the graphs."
-    )
+    return captured(model, step, log, seen, optimizer, parts=has_parts(model))
 
 
 class _Rehearsed:
@@ -323,53 +181,14 @@ def _run_loss(recorder: Recorder, step: Step, output: Any, batch: Any) -> int:
     if loss is not None:
         loss.backward()
         return 0
-    outputs = _differentiable(output)
+    outputs = differentiable(output)
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     return loss_reserve(output)
 
 
-def loss_reserve(output: Any) -> int:
-    """Room for a loss that is not known: twice the outputs that it can depend on, in bytes; 0 where one is the loss."""
-    if find_loss(output) is not None:
-        return 0
-    return 2 * sum(t.untyped_storage().nbytes() for t in _differentiable(output))
-
-
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    return [t for t in tensors(output) if t.requires_grad]
-
-
 def _call_loss(loss: Loss, output: Any, batch: Any) -> Any:
     return loss(output, batch)
-
-
-def find_loss(output: Any) -> torch.Tensor | None:
-    """The loss inside a model's output: the output itself if it is one number, else its ``.loss``."""
-    candidates = [output, getattr(output, "loss", None)]
-    if isinstance(output, Mapping):
-        candidates.append(output.get("loss"))
-    for item in candidates:
-        if isinstance(item, torch.Tensor) and item.numel() == 1 and item.requires_grad:
-            return item
-    return None
-
-
-def check_loss(loss: Any) -> None:
-    """Refuse what cannot be a loss.
-
-    Raises:
-        CaptureError: not a tensor, not one number, or without a gradient.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise CaptureError(f"the loss is a {type(loss).__name__}, not a tensor. Return a tensor with one number.")
-    if loss.numel() != 1:
-        raise CaptureError(f"the loss has shape {tuple(loss.shape)}, not one number. Reduce it, for example .mean().")
-    if not loss.requires_grad:
-        raise CaptureError(
-            "the loss does not depend on any trainable parameter of the model (it has no gradient). "
-            "Check that it uses the model's output and that nothing is detached."
-        )
 
 
 def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str, *, make_gradients: bool = False) -> tuple[int, int]:
@@ -388,112 +207,6 @@ def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str, *, make_gradi
             if item.device.type == device:
                 seen[storage_key(item)] = item.untyped_storage().nbytes()
     return sum(seen.values()), memory.peak_bytes
-
-
-def existing_gradients(model: torch.nn.Module) -> frozenset[int]:
-    """Positions, among the trainable parameters, of those that have a ``.grad``."""
-    trained = (p for p in model.parameters() if p.requires_grad)
-    return frozenset(i for i, p in enumerate(trained) if p.grad is not None)
-
-
-def _changed(record: RegionRecord, order: Sequence[RegionRecord]) -> set[int]:
-    """Inputs that change before the backward of any run of this graph: its runs share their decisions."""
-    return set().union(*(r.changed for r in order if r.compiled is record.compiled))
-
-
-def _only_last_added(regions: Sequence[Region], order: Sequence[RegionRecord]) -> list[Region]:
-    """Of a parameter with several uses autograd holds the gradient until the last use has brought its own, which is in
-    the first region that uses it. Only one that has that region to itself is given up at once."""
-    result: list[Region] = []
-    seen: set[int] = set()
-    for region, record in zip(regions, order, strict=True):
-        used = [role.parameter if v >= 0 else -1 for role, v in zip(record.roles, region.gradients, strict=True)]
-        held = seen | {p for p in used if used.count(p) > 1}
-        added = tuple(flag and p not in held for flag, p in zip(region.added, used, strict=True))
-        result.append(replace(region, added=added))
-        seen.update(used)
-    return result
-
-
-def _alike(regions: tuple[Region, ...]) -> tuple[Region, ...]:
-    """Regions that run one graph hand their gradients over at the same places, or none of them does."""
-    ways: dict[str, set[tuple[bool, ...]]] = {}
-    for region in regions:
-        ways.setdefault(region.fingerprint, set()).add(region.added)
-    return tuple(replace(r, streams=r.streams and len(ways[r.fingerprint]) == 1) for r in regions)
-
-
-def _with_origins(regions: list[Region], order: Sequence[RegionRecord]) -> tuple[Region, ...]:
-    """Turn each boundary storage's origin from (region, output position) into (region, storage)."""
-    result: list[Region] = []
-    for region in regions:
-        storages = list(region.storages)
-        for i, storage in enumerate(storages):
-            if storage.origin is not None:
-                maker, position = storage.origin
-                source = result[maker]
-                made = source.values[source.outputs[position]].storage
-                origin = source.storages[made].origin or (maker, made)
-                storages[i] = replace(storage, origin=origin)
-        result.append(replace(region, storages=tuple(storages)))
-    return tuple(result)
-
-
-def device_of(model: torch.nn.Module) -> str:
-    """The one kind of device that the parameters are on.
-
-    Raises:
-        CaptureError: no trainable parameter, or parameters on several kinds of device.
-    """
-    devices = {p.device.type for p in model.parameters() if p.requires_grad}
-    if not devices:
-        raise CaptureError(
-            f"{type(model).__name__} has no trainable parameters, so there is no backward to plan. "
-            "Set requires_grad_(True) on what is to be trained."
-        )
-    if len(devices) > 1:
-        raise CaptureError(f"the parameters are on several devices ({', '.join(sorted(devices))}). Use one device.")
-    (device,) = devices
-    if device not in ("cpu", "cuda"):
-        raise CaptureError(f"the parameters are on {device}. gradstow trains on cpu and cuda: move the model there.")
-    return device
-
-
-def weights_signature(model: torch.nn.Module) -> str:
-    """A short hash of the names, shapes and dtypes of a model's parameters and buffers."""
-    items = [*model.named_parameters(), *model.named_buffers()]
-    text = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in items)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _strided(item: Any) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that a tensor consists of."""
-    if not isinstance(item, torch.Tensor):
-        return ()
-    if item.layout is torch.sparse_coo:
-        return item._indices(), item._values()
-    return (item,) if item.layout is torch.strided else ()
-
-
-def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
-    """What the model and the batch hold, each storage once, in bytes."""
-    seen: set[int] = set()
-
-    def count(items: Any) -> int:
-        total = 0
-        for tensor in items:
-            for part in _strided(tensor):
-                if part.device.type == device:
-                    total += 0 if storage_key(part) in seen else part.untyped_storage().nbytes()
-                    seen.add(storage_key(part))
-        return total
-
-    return Resident(
-        parameters=count(model.parameters()),
-        buffers=count(model.buffers()),
-        gradients=count(p.grad for p in model.parameters()),
-        batch=count(tensors(batch)),
-    )
 
 
 def first_line(error: BaseException) -> str:

@@ -1,0 +1,75 @@
+"""What a model is to a plan: its device, the layouts of its weights, what is resident."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from gradstow._errors import CaptureError
+from gradstow.capture._tree import storage_key, tensors
+from gradstow.ir import Resident
+
+
+def device_of(model: torch.nn.Module) -> str:
+    """The one kind of device that the parameters are on.
+
+    Raises:
+        CaptureError: no trainable parameter, or parameters on several kinds of device.
+    """
+    devices = {p.device.type for p in model.parameters() if p.requires_grad}
+    if not devices:
+        raise CaptureError(
+            f"{type(model).__name__} has no trainable parameters, so there is no backward to plan. "
+            "Set requires_grad_(True) on what is to be trained."
+        )
+    if len(devices) > 1:
+        raise CaptureError(f"the parameters are on several devices ({', '.join(sorted(devices))}). Use one device.")
+    (device,) = devices
+    if device not in ("cpu", "cuda"):
+        raise CaptureError(f"the parameters are on {device}. gradstow trains on cpu and cuda: move the model there.")
+    return device
+
+
+def weights_signature(model: torch.nn.Module) -> str:
+    """A short hash of the names, shapes and dtypes of a model's parameters and buffers."""
+    items = [*model.named_parameters(), *model.named_buffers()]
+    text = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in items)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def existing_gradients(model: torch.nn.Module) -> frozenset[int]:
+    """Positions, among the trainable parameters, of those that have a ``.grad``."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return frozenset(i for i, p in enumerate(trained) if p.grad is not None)
+
+
+def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
+    """What the model and the batch hold, each storage once, in bytes."""
+    seen: set[int] = set()
+
+    def count(items: Any) -> int:
+        total = 0
+        for tensor in items:
+            for part in _strided(tensor):
+                if part.device.type == device:
+                    total += 0 if storage_key(part) in seen else part.untyped_storage().nbytes()
+                    seen.add(storage_key(part))
+        return total
+
+    return Resident(
+        parameters=count(model.parameters()),
+        buffers=count(model.buffers()),
+        gradients=count(p.grad for p in model.parameters()),
+        batch=count(tensors(batch)),
+    )
+
+
+def _strided(item: Any) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a tensor consists of."""
+    if not isinstance(item, torch.Tensor):
+        return ()
+    if item.layout is torch.sparse_coo:
+        return item._indices(), item._values()
+    return (item,) if item.layout is torch.strided else ()
