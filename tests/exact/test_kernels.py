@@ -23,6 +23,9 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "nearest exact": lambda x: F.interpolate(x, size=(29, 31), mode="nearest-exact"),
     "linear": lambda x: F.interpolate(x.flatten(2), size=100, mode="linear"),
     "trilinear": lambda x: F.interpolate(x[:, None], size=(9, 17, 19), mode="trilinear"),
+    "group norm of channels last": lambda x: F.group_norm(x.to(memory_format=torch.channels_last), 3).reshape(
+        2, 54, 11
+    ),
     "softshrink": lambda x: F.softshrink(x, 0.3),
     "hardshrink": lambda x: F.hardshrink(x, 0.3),
     "multi margin": lambda x: F.multi_margin_loss(x.flatten(1), torch.tensor([1, 3])),

@@ -17,6 +17,8 @@ from gradstow.planner._program import Stages
 from gradstow.planner._rules import apply_rules
 from gradstow.planner._search import Effort, search
 
+_AGAIN = 3  # times that a plan is decided again where the replay finds it over the budget
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -55,7 +57,7 @@ def make_plan(
     if not recompute:
         problem.remaker = {s: node for s, node in problem.remaker.items() if node.lazy}
     notes = apply_rules(problem, wanted.rules, known_ops)
-    decision = _decide(problem, step_budget, wanted.name, Effort.of(effort))
+    decision = _decide_replayed(problem, step_budget, wanted.name, Effort.of(effort))
     schedule = schedule_of(problem, decision.order)
     check_schedule(graph, schedule)
     plan = kind(
@@ -123,6 +125,31 @@ def schedule_of(problem: Problem, order: Order, *, reuse: bool = True, plain: bo
     )
 
 
+def _decide_replayed(problem: Problem, step_budget: int | None, policy: str, effort: Effort) -> Decision:
+    """The replay has the last word: what it finds over the budget is decided again for that much less."""
+    decision = _decide(problem, step_budget, policy, effort)
+    if step_budget is None or policy != "auto":
+        return decision
+    target = step_budget
+    for _ in range(_AGAIN):
+        over = _replayed_peak(problem, decision.order) - step_budget
+        if over <= 0:
+            return decision
+        target -= over
+        try:
+            decision = _decide(problem, target, policy, effort)
+        except BudgetTooSmall:
+            least = minimum(problem, Stages(problem), effort)
+            if _replayed_peak(problem, least.outcome.order) > step_budget:
+                raise _too_small(problem, least, step_budget) from None
+            return Decision(least.outcome.order, 0.0, {"solver": "smallest peak"})
+    return decision
+
+
+def _replayed_peak(problem: Problem, order: Order) -> int:
+    return replay(problem.graph, schedule_of(problem, order), problem.costs).peak_bytes
+
+
 def _decide(problem: Problem, step_budget: int | None, policy: str, effort: Effort) -> Decision:
     if policy != "auto" or step_budget is None:
         name = "store-all" if policy == "auto" else policy
@@ -148,7 +175,7 @@ def _decide(problem: Problem, step_budget: int | None, policy: str, effort: Effo
 
 
 def _too_small(problem: Problem, least: Minimum, step_budget: int) -> BudgetTooSmall:
-    graph, peak = problem.graph, least.outcome.peak_bytes
+    graph, peak = problem.graph, max(least.outcome.peak_bytes, _replayed_peak(problem, least.outcome.order))
     needed = peak + graph.resident.total
     return BudgetTooSmall(
         f"no plan fits: the budget leaves {format_bytes(step_budget)} for the step above the "
