@@ -53,6 +53,7 @@ class Run:
         self._names = _Names(module)
         self._executors: dict[bool, Executor] = {}  # by whether gradients exist already
         self._recording: _Recording | None = None
+        self._told = False  # what a model that asks whether it is being compiled hears while it is recorded
         self._lock = threading.RLock()
         self.last: Plan | None = None
 
@@ -97,6 +98,7 @@ class Run:
             try:
                 plan, strict = self._plan(module, args, kwargs)
             except RehearsalFailed as error:
+                self._told = error.told
                 self._say_recorded(module, f"it cannot run on fake tensors ({first_line(error)})")
                 return None, False
             self._executors[gradients] = Executor(Planned(plan, strict=strict), self._names, plan.graph.device)
@@ -132,7 +134,7 @@ class Run:
             self._say_recorded(module, why)
         check_devices(module, (args, kwargs))
         self._executors.clear()
-        self._recording = _Recording(module, self._names)
+        self._recording = _Recording(module, self._names, self._told)
         return self._recording(module, args, kwargs)
 
     def _say_recorded(self, module: torch.nn.Module, why: str) -> None:
@@ -146,8 +148,8 @@ class Run:
 class _Recording:
     """Steps that run storing all, until one has run its backward."""
 
-    def __init__(self, module: torch.nn.Module, names: _Names) -> None:
-        self._source = Recorded(module, device_of(module))
+    def __init__(self, module: torch.nn.Module, names: _Names, told: bool) -> None:
+        self._source = Recorded(module, device_of(module), told=told)
         self._executor = Executor(self._source, names, device_of(module))
         self._breaks: tuple[GraphBreak, ...] = ()
         self._seen: Seen | None = None
@@ -175,7 +177,7 @@ class _Recording:
 
     def graph(self, module: torch.nn.Module, step: Step) -> StepGraph:
         assert self._seen is not None, "asked for only when complete"
-        return recorded_graph(module, step, self._source.log, self._seen)
+        return recorded_graph(module, step, self._source.log, self._seen, told=self._source.told)
 
 
 def _nothing_captured(module: torch.nn.Module, reasons: str) -> CaptureError:

@@ -48,7 +48,13 @@ class Step:
 
 
 class RehearsalFailed(CaptureError):
-    """The step cannot run on fake tensors; on real ones it may."""
+    """The step cannot run on fake tensors; on real ones it may.
+
+    Attributes:
+        told: whether the model has to hear that it is being compiled for its code to be traced at all.
+    """
+
+    told = False
 
 
 def capture(model: torch.nn.Module, step: Step) -> StepGraph:
@@ -62,17 +68,29 @@ def capture(model: torch.nn.Module, step: Step) -> StepGraph:
         CaptureError: where there is nothing to plan; the model is unchanged.
     """
     graph: StepGraph | None = None
-    with contextlib.suppress(RehearsalFailed):
+    untraceable = False
+    try:
         graph = _capture(model, step, told=False)
+    except RehearsalFailed as error:
+        untraceable = _untraceable(error)
     if graph is not None and not graph.breaks:
         return graph
     try:
         other = _capture(model, step, told=True)
-    except CaptureError:
+    except CaptureError as error:
         if graph is None:
+            if isinstance(error, RehearsalFailed):
+                error.told = untraceable and not _untraceable(error)
             raise
         return graph
     return other if graph is None or len(other.breaks) < len(graph.breaks) else graph
+
+
+def _untraceable(error: BaseException | None) -> bool:
+    """Whether an op cannot be traced, so that Dynamo fails on real tensors, too."""
+    while error is not None and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        error = error.__cause__
+    return error is not None
 
 
 def was_told(graph: StepGraph) -> bool:
@@ -80,13 +98,16 @@ def was_told(graph: StepGraph) -> bool:
     return graph.versions.get("compiling") == "told"
 
 
+def _noting(graph: StepGraph, told: bool) -> StepGraph:
+    return replace(graph, versions={**graph.versions, "compiling": "told"}) if told else graph
+
+
 def _capture(model: torch.nn.Module, step: Step, *, told: bool) -> StepGraph:
     device = device_of(model)
     fakes = Fakes()
     with same_randomness(), compile_settings(told), graph_breaks() as breaks:
         try:
-            graph = _rehearse(model, step, fakes, device, breaks)
-            return replace(graph, versions={**graph.versions, "compiling": "told"}) if told else graph
+            return _noting(_rehearse(model, step, fakes, device, breaks), told)
         except GradstowError:
             raise
         except Exception as error:
@@ -146,7 +167,7 @@ def _resident_keys(model: torch.nn.Module, inputs: Any) -> set[int]:
     return {storage_key(t) for t in there if t.layout is torch.strided}
 
 
-def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) -> StepGraph:
+def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, *, told: bool = False) -> StepGraph:
     """The graph of a real step that was logged as it ran.
 
     Raises:
@@ -158,7 +179,7 @@ def recorded_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen)
             fakes.tensor(parameter)
         with fakes.mode:
             optimizer = _rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
-    return _step_graph(model, step, log, seen, optimizer)
+    return _noting(_step_graph(model, step, log, seen, optimizer), told)
 
 
 def _step_graph(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int]) -> StepGraph:
