@@ -64,6 +64,7 @@ class Run:
         self._executors: dict[frozenset[int], Executor] = {}  # by which gradients exist already
         self._recording: _Recording | None = None
         self._records, self._said, self._plain = 0, False, False
+        self._told = False  # what a model that asks whether it is being compiled hears while it is recorded
         self._lock = threading.RLock()
         self.last: Plan | None = None
 
@@ -122,6 +123,7 @@ class Run:
             try:
                 plan, strict = self._plan(module, args, kwargs)
             except RehearsalFailed as error:
+                self._told = error.told
                 if error.users_own is None:  # else the real forward raises it, too
                     self._say_recorded(module, f"it cannot run on fake tensors ({first_line(error)})")
                 return None, False
@@ -185,7 +187,7 @@ class Run:
         check_devices(module, (args, kwargs))
         self._records += 1
         self._executors.clear()
-        self._recording = _Recording(module, self._names)
+        self._recording = _Recording(module, self._names, self._told)
         return self._recording(module, args, kwargs)
 
     def _say_recorded(self, module: torch.nn.Module, why: str) -> None:
@@ -198,8 +200,8 @@ class Run:
 class _Recording:
     """Steps that run storing all, until one has run its backward."""
 
-    def __init__(self, module: torch.nn.Module, names: _Names) -> None:
-        self._source = Recorded(module, device_of(module))
+    def __init__(self, module: torch.nn.Module, names: _Names, told: bool) -> None:
+        self._source = Recorded(module, device_of(module), told=told)
         self._executor = Executor(self._source, names, device_of(module))
         self._breaks: tuple[GraphBreak, ...] = ()
         self._seen: Seen | None = None
@@ -228,7 +230,8 @@ class _Recording:
 
     def captured(self, module: torch.nn.Module, step: Step) -> Captured:
         assert self._seen is not None, "asked for only when complete"
-        return captured_from(module, step, self._source.log, self._seen)
+        found = captured_from(module, step, self._source.log, self._seen)
+        return found.told(self._source.told)
 
 
 def _serves(plan: Plan, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:

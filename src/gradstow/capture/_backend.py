@@ -187,9 +187,9 @@ _LOUD = {"torch._dynamo": logging.ERROR, "torch._subclasses.fake_tensor": loggin
 def _answering(told: bool) -> Iterator[None]:
     """What a model that asks whether it is being compiled hears. Some take another way then than plain PyTorch does."""
     answers: Any = torch._dynamo.variables.torch.tracing_state_functions()
-    asked = [torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling]
-    before = {function: answers[function] for function in asked}
-    answers.update(dict.fromkeys(asked, told))
+    asked = (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling)
+    before = {function: answers[function] for function in asked if function in answers}
+    answers.update(dict.fromkeys(before, told))
     try:
         yield
     finally:

@@ -31,10 +31,13 @@ from gradstow.ir import GraphBreak, StepGraph
 class RehearsalFailed(CaptureError):
     """The step cannot run on fake tensors; on real ones it may.
 
-    ``users_own`` is an error that code outside of torch raised on purpose, which has nothing to do with fakes.
+    Attributes:
+        users_own: an error that code outside of torch raised on purpose, which has nothing to do with fakes.
+        told: whether the model has to hear that it is being compiled for its code to be traced at all.
     """
 
     users_own: Exception | None = None
+    told = False
 
 
 def capture(model: torch.nn.Module, step: Step) -> Captured:
@@ -48,17 +51,29 @@ def capture(model: torch.nn.Module, step: Step) -> Captured:
         CaptureError: where there is nothing to plan; the model is unchanged.
     """
     first: Captured | None = None
-    with contextlib.suppress(RehearsalFailed):
+    untraceable = False
+    try:
         first = _capture(model, step, told=False)
+    except RehearsalFailed as error:
+        untraceable = _untraceable(error)
     if first is not None and not first.common.breaks:
         return first
     try:
         other = _capture(model, step, told=True)
-    except CaptureError:
+    except CaptureError as error:
         if first is None:
+            if isinstance(error, RehearsalFailed):
+                error.told = untraceable and not _untraceable(error)
             raise
         return first
     return other if first is None or len(other.common.breaks) < len(first.common.breaks) else first
+
+
+def _untraceable(error: BaseException | None) -> bool:
+    """Whether an op cannot be traced, so that Dynamo fails on real tensors, too."""
+    while error is not None and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        error = error.__cause__
+    return error is not None
 
 
 def was_told(graph: StepGraph) -> bool:

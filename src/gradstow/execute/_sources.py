@@ -96,10 +96,8 @@ class Planned:
 class Recorded:
     """Any graph: everything is stored, and what ran is noted in ``log``, so that the next step can be planned."""
 
-    told = False
-
-    def __init__(self, module: torch.nn.Module, device: str) -> None:
-        self._module, self._device = weakref.ref(module), device
+    def __init__(self, module: torch.nn.Module, device: str, *, told: bool = False) -> None:
+        self._module, self._device, self.told = weakref.ref(module), device, told
         self._graphs: dict[int, CompiledGraph] = {}
         self.start()
 
