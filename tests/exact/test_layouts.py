@@ -64,3 +64,36 @@ def test_only_layouts_that_mean_something_are_told_apart() -> None:
     assert arrived_strides([x], ((6, 999, 1),)) == ((6, 999, 1),)
     assert arrived_strides([x.transpose(0, 2)], ((4, 4, 1),)) == ((1, 6, 6),)
     assert arrived_strides([None], ((6, 6, 1),)) == ((6, 6, 1),)
+
+
+class OnePixel(nn.Module):
+    """Images of one pixel, of which one comes in another order of dimensions: strides that mean the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixed = nn.Conv2d(8, 192, 1), nn.Linear(192, 192)
+        self.depthwise, self.norm = nn.Conv2d(192, 192, 3, padding=1, groups=192), nn.BatchNorm2d(192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        z = self.mixed(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.norm(self.depthwise(y + z))
+
+
+def one_pixel_steps(model: nn.Module) -> twins.Seen:
+    return twins.steps(lambda m, step: (m(twins.data(16, 8, 1, 1, seed=step)) * twins.data(16, 192, 1, 1)).sum())(model)
+
+
+@pytest.mark.parametrize("policy", ["store-all", *twins.POLICIES])
+def test_images_of_one_pixel(policy: str) -> None:
+    twins.assert_equal_twins(OnePixel, one_pixel_steps, policy)
+
+
+def test_a_result_written_over_other_strides_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradstow.capture._inplace._ambiguous", lambda _value: False)
+    found = []
+    for stow in (False, True):
+        torch.manual_seed(0)
+        model = OnePixel().train()
+        found.append(one_pixel_steps(gs.stow(model, policy="store-all") if stow else model))
+    assert differences(*found) != []

@@ -78,6 +78,8 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
         slots.append(1)
     inputs = [node.args[i] for i in slots if i < len(node.args)]
     others = [a for a in node.args if isinstance(a, fx.Node)]
+    if _ambiguous(result) and not all(_canonical(a.meta.get("val")) for a in others):
+        return ()
     return tuple(
         i
         for i in inputs
@@ -86,6 +88,16 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
         and others.count(i) == 1
         and not any(_share(i, other) for other in others if other is not i)
     )
+
+
+def _ambiguous(value: torch.Tensor) -> bool:
+    """Whether images are one pixel wide or have one channel: several strides then mean the same, the result's own are
+    the canonical ones whatever the inputs' are, and kernels that come later choose their way by them."""
+    return value.dim() >= 4 and 1 in value.shape[1:]
+
+
+def _canonical(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.stride() == torch.empty(value.shape, device="meta").stride()
 
 
 def _share(one: fx.Node, other: fx.Node) -> bool:
