@@ -97,3 +97,36 @@ def test_a_result_written_over_other_strides_is_seen(monkeypatch: pytest.MonkeyP
         model = OnePixel().train()
         found.append(one_pixel_steps(gs.stow(model, policy="store-all") if stow else model))
     assert differences(*found) != []
+
+
+class Pairs(nn.Module):
+    """Both ways of a matrix of similarities in the loss, as CLIP has it; the matrix itself is handed out, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(8, 16), nn.Linear(8, 16), nn.Parameter(torch.tensor(2.6))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.a(x) @ self.b(x.flip(1)).t() * self.scale.exp()
+        right = torch.arange(len(x))
+        both = nn.functional.cross_entropy(logits, right) + nn.functional.cross_entropy(logits.t(), right)
+        return {"loss": both / 2, "logits": logits, "other": logits.t()}
+
+
+def pairs_steps(model: nn.Module) -> twins.Seen:
+    return twins.steps(lambda m, step: m(twins.data(24, 8, seed=step))["loss"], count=6)(model)
+
+
+@pytest.mark.parametrize("policy", ["store-all", *twins.POLICIES])
+def test_a_sum_of_gradients_of_which_one_never_arrives(policy: str) -> None:
+    twins.assert_equal_twins(Pairs, pairs_steps, policy)
+
+
+def test_a_result_of_unsure_layout_written_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradstow.capture._normalize.UNSURE", "nobody looks here")
+    found = []
+    for stow in (False, True):
+        torch.manual_seed(0)
+        model = Pairs().train()
+        found.append(pairs_steps(gs.stow(model, policy="store-all") if stow else model))
+    assert differences(*found) != []

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from gradstow._ops import zero_by_bits, zero_by_bits_
+from gradstow.capture._normalize import UNSURE
 
 aten = torch.ops.aten
 
@@ -69,7 +70,7 @@ _ROWS = {
 def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
     """The inputs of ``node`` whose memory its output could take over, were they dying."""
     result = node.meta.get("val")
-    if not isinstance(result, torch.Tensor):
+    if not isinstance(result, torch.Tensor) or UNSURE in node.meta:
         return ()
     slots = []
     if node.target in _FIRST or node.target in _GRADIENT or _is_row_wise(node, result):

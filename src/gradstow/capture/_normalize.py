@@ -17,6 +17,7 @@ from gradstow.capture._rerun import OutputRef, rerun_call
 aten = torch.ops.aten
 
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+UNSURE = "unsure_layout"  # in the metadata of nodes that were traced for inputs of other strides than they get
 _ADDS = {aten.add.Tensor}
 # ops where one absent input does not make the whole result absent
 _JOINS = {
@@ -141,9 +142,17 @@ def drop_tangents(graph: fx.Graph, arriving: Sequence[bool]) -> None:
     output = graph.output_node()
     output.args = (fx.node.map_arg(output.args[0], lambda n: None if n in absent else n),)
     graph.eliminate_dead_code()
+    _spread_doubt(graph)
     for node in tangents:
         if node in absent:
             graph.erase_node(node)
+
+
+def _spread_doubt(graph: fx.Graph) -> None:
+    """What reads a value of unsure layout has an unsure layout itself."""
+    for node in graph.nodes:
+        if node.op != "output" and any(UNSURE in source.meta for source in node.all_input_nodes):
+            node.meta = {**node.meta, UNSURE: True}
 
 
 def _drop_from_add(node: fx.Node, absent: set[fx.Node]) -> None:
@@ -152,6 +161,8 @@ def _drop_from_add(node: fx.Node, absent: set[fx.Node]) -> None:
     if not rest:
         absent.add(node)
     elif same and node.kwargs.get("alpha", 1) == 1:
+        for reader in node.users if rest[0].meta["val"].stride() != node.meta["val"].stride() else ():
+            reader.meta = {**reader.meta, UNSURE: True}
         node.replace_all_uses_with(rest[0])
     else:
         _fill_with_zeros(node.graph, node, absent)
