@@ -26,6 +26,9 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "group norm of channels last": lambda x: F.group_norm(x.to(memory_format=torch.channels_last), 3).reshape(
         2, 54, 11
     ),
+    "group norm, gradient of channels last": lambda x: (
+        F.group_norm(x.reshape(2, 54, 11)[..., None].tanh(), 3).to(memory_format=torch.channels_last).sin()
+    ),
     "softshrink": lambda x: F.softshrink(x, 0.3),
     "hardshrink": lambda x: F.hardshrink(x, 0.3),
     "multi margin": lambda x: F.multi_margin_loss(x.flatten(1), torch.tensor([1, 3])),

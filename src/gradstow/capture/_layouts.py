@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._decomp import decomposition_table
+from torch._decomp import decomposition_table, meta_table
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
 
@@ -30,5 +30,8 @@ def _like_real(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def real_layouts() -> Iterator[None]:
     """Inside, fakes of these ops have the strides of the real ones."""
-    with mock.patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_LIKE, _like_real)):
+    with (
+        mock.patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_LIKE, _like_real)),
+        mock.patch.dict(meta_table, dict.fromkeys(_LIKE)),  # ops that are not in there are decomposed before
+    ):
         yield
