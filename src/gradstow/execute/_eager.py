@@ -83,12 +83,17 @@ class _Writer:
             return f"{node.name} = {self._constant(_attribute(self.module, str(node.target)))}"
         if node.target is operator.getitem:
             return f"{node.name} = {node.args[0].name}[{node.args[1]!r}]"
-        target, args, kwargs = node.target, node.args, node.kwargs
+        call = self._call(node.target, node.args, node.kwargs)
         victim = self.victims.get(node)
-        if victim is not None:
-            target, args, kwargs = overwriting_call(node, victim)
+        if victim is None:
+            return f"{node.name} = {call}"
+        # fakes may be wrong about strides: then the op makes a result of its own, as plain PyTorch's does
+        as_planned = f"{victim.name}.stride() == {tuple(victim.meta['val'].stride())}"
+        return f"{node.name} = {self._call(*overwriting_call(node, victim))} if {as_planned} else {call}"
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> str:
         parts = [self._text(a) for a in args] + [f"{k}={self._text(v)}" for k, v in kwargs.items()]
-        return f"{node.name} = {self._constant(_callable(target))}({', '.join(parts)})"
+        return f"{self._constant(_callable(target))}({', '.join(parts)})"
 
     def _text(self, item: Any) -> str:
         if isinstance(item, fx.Node):
