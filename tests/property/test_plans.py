@@ -192,4 +192,5 @@ def test_policies_are_legal(policy: str, drawn: tuple[StepGraph, CostTable]) -> 
         assert plan.rerun_ops == 0
     else:
         store_all = make_plan(graph, costs, step_budget=None, budget="none", policy="store-all")
-        assert plan.predicted_seconds >= store_all.predicted_seconds - 1e-12  # sums of the same numbers in another order
+        # sums of the same numbers in another order
+        assert plan.predicted_seconds >= store_all.predicted_seconds - 1e-12
