@@ -17,4 +17,4 @@ def named(names: Iterable[str]) -> tuple[Action, ...]:
     return tuple(action for action in LOSSLESS if action.name in names)
 
 
-__all__ = ["LOSSLESS", "Action", "Bits", "Narrow", "Offers", "PoolSizes", "ReluBits", "named"]
+__all__ = ["LOSSLESS", "Action", "Offers", "named"]
