@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import gradstow as gs
 from gradstow._api import make_step
 from gradstow._planning import plan_step
+from gradstow._wanted import Wanted
 from gradstow.capture import Step
 from gradstow.cli._targets import build_target
 
@@ -44,6 +45,7 @@ CASES = {
     "vit_b_16": Case("torchvision:vit_b_16", 4, ((388, 1.21), (360, 1.03), (358, 1.25)), ("EncoderBlock",)),
     "gpt2": Case("transformers:gpt2", 4, ((1138, 1.07), (1108, 1.18), (769, 1.22)), ("GPT2Block",), "sdpa"),
     "alexnet": Case("torchvision:alexnet", 64, ((375, 1.35),), ("Sequential",)),
+    "vgg16": Case("torchvision:vgg16", 8, (), ()),
     "gpt2-eager": Case(
         "transformers:gpt2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0",
         4,
@@ -76,7 +78,7 @@ def build(case: Case, device: str = "cpu") -> tuple[torch.nn.Module, Any, Step, 
     target = build_target(case.target, case.batch, attn=case.attn, seq=case.seq)
     model, batch = target.model.to(device), _to(target.batch, device)
     step = make_step(model, batch, target.loss, None, None, keep_output=False)
-    return model, batch, step, plan_step(model, step, None, "auto")
+    return model, batch, step, plan_step(model, step, Wanted())
 
 
 def checkpointed(model: torch.nn.Module, case: Case, way: str) -> None:

@@ -20,6 +20,7 @@ from _cases import CASES, WAYS, Case, build, checkpointed
 from _rows import VERSIONS, parse, versions, write
 from gradstow._stow import stow_model
 from gradstow._verify import Proof, Trainee, median_interval, step_peak, time_ratios
+from gradstow._wanted import Wanted
 from gradstow.capture import same_randomness
 from gradstow.planner import frontier, make_plan
 
@@ -72,7 +73,7 @@ def budget_text(whole: gs.Plan, step_budget: int) -> str:
 
 def planned(proof: Proof, plan: gs.Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     twin = proof.trainee()
-    stow_model(twin.model, None, plan, "auto", None, None)
+    stow_model(twin.model, Wanted(), plan)
     with same_randomness():
         twin.step()  # lowers the plan
     ratio = plan.predicted_seconds / plan.plain_seconds

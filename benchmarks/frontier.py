@@ -17,6 +17,7 @@ from _cases import CASES, Case, build
 from _rows import VERSIONS, parse, versions, write
 from gradstow._stow import stow_model
 from gradstow._verify import Proof, compare, step_peak
+from gradstow._wanted import Wanted
 from gradstow.capture import same_randomness
 from gradstow.planner import frontier
 
@@ -44,7 +45,7 @@ def run(name: str, case: Case, arguments: argparse.Namespace) -> None:
     for number, plan in enumerate(plans):
         assert isinstance(plan, gs.Plan)
         twin = proof.trainee()
-        stow_model(twin.model, None, plan, "auto", None, None)
+        stow_model(twin.model, Wanted(), plan)
         with same_randomness():
             got = twin.train(1, lambda _n: None)
             peak = step_peak(twin, arguments.device)

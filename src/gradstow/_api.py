@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,24 +12,14 @@ import torch
 from gradstow._errors import CaptureError, GradstowError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
-from gradstow._planning import (
-    ACTIONS,
-    PolicyLike,
-    Progress,
-    capture_step,
-    plan_step,
-    price,
-    users_errors,
-    with_room,
-)
+from gradstow._planning import capture_step, plan_priced, plan_step, price, users_errors
 from gradstow._stow import MAX_PLANS, plain, stow_model, unstow_model
-from gradstow._units import parse_budget
 from gradstow._verify import Proof, Verification
+from gradstow._wanted import ACTIONS, LossyLike, PolicyLike, Progress, Wanted
 from gradstow.actions import LOSSLESS
 from gradstow.capture import Step
 from gradstow.cost import find_profile
-from gradstow.ir import PlanData
-from gradstow.planner import Effort, make_plan
+from gradstow.planner import Effort
 from gradstow.planner import frontier as find_frontier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -46,6 +37,7 @@ def stow(
     progress: Progress | None = None,
     max_plans: int = MAX_PLANS,
     actions: Sequence[str] = ACTIONS,
+    lossy: LossyLike = None,
 ) -> Model:
     """Train ``model`` inside a memory budget, with plain PyTorch's own numbers.
 
@@ -60,11 +52,15 @@ def stow(
         plan: a plan made by ``gs.plan``, instead of a budget.
         policy: ``"auto"``, ``"store-all"``, ``"recompute-all"``, ``"sqrt"``, ``"selective"`` (stores convolutions,
             matrix products and attention), or rules that bind the planner, such as
-            ``{"relu": "recompute", "layer3.*": "store"}``; see ``gs.Policy``.
+            ``{"relu": "compress", "layer3.*": "store", "layer1.*": "int4"}``; see ``gs.Policy``.
         optimizer: counts the optimizer's state and its step as well.
         progress: called with (stage, done, total) while planning.
         max_plans: plans kept for different batch layouts and modes; the least recently used one leaves.
         actions: what the planner may use, for comparisons: some of ``("store", "recompute", "compress")``.
+        lossy: allows a code that is not exact, for activations that would not fit otherwise: ``"bf16"``, ``"fp8"``,
+            ``"int8"``, ``"int4"``, ``"int2"``, or the largest error as a part of the range of 128 neighbours, such as
+            ``0.01``. Only floats that ops of the forward make, never parameters, inputs, indices, masks or saved
+            statistics. Gradients are then near plain PyTorch's, not equal; the user's random streams are left alone.
 
     Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
     the backward; where the loss is computed outside of the model, twice the outputs are reserved for it.
@@ -73,7 +69,8 @@ def stow(
         BudgetError, BudgetTooSmall, CaptureError, StalePlan, PolicyError: here or at the first forward; after
             any of them the model runs as plain PyTorch.
     """
-    stow_model(model, budget, plan, policy, optimizer, progress, max_plans, actions)
+    wanted = Wanted.of(budget, policy, actions, lossy, progress=progress)
+    stow_model(model, wanted, plan, optimizer, max_plans)
     return model
 
 
@@ -101,6 +98,7 @@ def plan(
     keep_output: bool = True,
     progress: Progress | None = None,
     actions: Sequence[str] = ACTIONS,
+    lossy: LossyLike = None,
 ) -> Plan:
     """Plan one training step without running it: fake tensors only, plus the timing of one op at a time.
 
@@ -118,7 +116,7 @@ def plan(
         forward: ``forward(model, batch)`` in place of the rule for calling the model.
         keep_output: whether your loop still holds the model's output while the backward runs.
         progress: called with (stage, done, total).
-        actions: as for ``stow``.
+        actions, lossy: as for ``stow``.
 
     Returns:
         A plan: print it, save it, hand it to ``stow(model, plan=plan)``.
@@ -126,12 +124,12 @@ def plan(
     Raises:
         BudgetError, BudgetTooSmall, CaptureError, PolicyError.
     """
-    wanted = parse_budget(budget) if budget is not None else None
-    step = make_step(model, batch, loss, optimizer, forward, keep_output)
     search = replace(Effort.of(effort), interruptible=True)
     profile = None if device is None else find_profile(device)
+    wanted = Wanted.of(budget, policy, actions, lossy, search, profile, progress)
+    step = make_step(model, batch, loss, optimizer, forward, keep_output)
     with users_errors():
-        return plan_step(model, step, wanted, policy, progress, search, profile, actions)
+        return plan_step(model, step, wanted)
 
 
 def frontier(
@@ -159,25 +157,22 @@ def frontier(
     """
     if points < 2:
         raise GradstowError(f"a frontier needs at least two points, not points={points}.")
+    wanted = Wanted.of(actions=actions, progress=progress)
     with users_errors():
-        captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), progress)
-    say = None if progress is None else lambda done, total: progress("plan", done, total)
-    bare = captured.graph()
-    graph = captured.graph(LOSSLESS) if "compress" in actions else bare
-    costs = price(graph, progress=progress)
-    graph = with_room(graph, costs)
-    found, proven = find_frontier(graph, costs, points=points, kind=Plan, progress=say)
+        captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), wanted)
+    bare = price(captured.graph(), wanted)
+    full = price(captured.graph(LOSSLESS), wanted) if "compress" in wanted.actions else bare
+    found, proven = find_frontier(
+        full.graph, full.costs, points=points, kind=Plan, progress=partial(wanted.say, "plan")
+    )
     plans = [plan for plan in found if isinstance(plan, Plan)]
-    if graph.regions != bare.regions:  # where nothing is encoded storing everything takes the least time
-        prices = price(bare, progress=progress)
-        stored = make_plan(with_room(bare, prices), prices, step_budget=None, budget="", kind=Plan)
-        plans = _put_first(stored, plans)
+    if full is not bare:  # where nothing is encoded storing everything takes the least time
+        plans = _put_first(plan_priced(bare, wanted), plans)
     return Frontier(tuple(plans), proven)
 
 
-def _put_first(stored: PlanData, plans: list[Plan]) -> list[Plan]:
+def _put_first(stored: Plan, plans: list[Plan]) -> list[Plan]:
     """The plans with one of more memory before them, for which the first one goes, where it takes less time."""
-    assert isinstance(stored, Plan)
     slower = stored.predicted_seconds >= plans[0].predicted_seconds
     if slower or stored.predicted_step_peak_bytes <= plans[0].predicted_step_peak_bytes:
         return plans
@@ -198,6 +193,7 @@ def verify(
     rounds: int = 5,
     progress: Progress | None = None,
     actions: Sequence[str] = ACTIONS,
+    lossy: LossyLike = None,
 ) -> Verification:
     """Prove on copies that the planned step equals plain PyTorch, and measure both.
 
@@ -213,10 +209,10 @@ def verify(
     """
     made = plan
     if made is None:
-        wanted = parse_budget(budget) if budget is not None else None
+        wanted = Wanted.of(budget, policy, actions, lossy, progress=progress)
         step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
         with users_errors():
-            made = plan_step(model, step, wanted, policy, progress, actions=actions)
+            made = plan_step(model, step, wanted)
     call = forward or _default_forward(batch)
     return Proof(model, batch, call, loss, optimizer, steps, progress).check(made, rounds)
 

@@ -3,66 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError, PolicyError
+from gradstow._coding import codes_of_rules, every_code, worthwhile
+from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
-from gradstow.actions import LOSSLESS
+from gradstow._wanted import Wanted
+from gradstow.actions import LOSSLESS, Action, Codes
 from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, capture, device_of, tensors
-from gradstow.cost import Profile, analytic_costs, measured_costs
-from gradstow.ir import CostTable, StepGraph
-from gradstow.planner import Effort, Policy, make_plan, plain_step_peak, smallest_peak, store_all_peak
+from gradstow.cost import analytic_costs, measured_costs
+from gradstow.ir import CostTable, RegionSchedule, StepGraph
+from gradstow.planner import make_plan, plain_step_peak, smallest_peak, store_all_peak
 
-Progress = Callable[[str, int, int], None]
-PolicyLike = str | Mapping[str, str] | Policy
-
-ACTIONS = ("store", "recompute", "compress")
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
+_NO_GAIN = 0.003  # added time, as a part of the plain step's, that no other way of planning is tried for
 _HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
 
 
-def plan_step(
-    model: torch.nn.Module,
-    step: Step,
-    budget: Budget | None,
-    policy: PolicyLike,
-    progress: Progress | None = None,
-    effort: str | Effort = "normal",
-    profile: Profile | None = None,
-    actions: Sequence[str] = ACTIONS,
-) -> Plan:
+def plan_step(model: torch.nn.Module, step: Step, wanted: Wanted) -> Plan:
     """Capture, price and plan one step. Allocates at most one op at a time."""
-    Policy.of(policy), Effort.of(effort)  # before anything takes time
-    check_actions(actions)
-    return plan_captured(capture_step(model, step, progress), budget, policy, progress, effort, profile, actions)
+    return plan_captured(capture_step(model, step, wanted), wanted)
 
 
-def capture_step(model: torch.nn.Module, step: Step, progress: Progress | None = None) -> Captured:
+def capture_step(model: torch.nn.Module, step: Step, wanted: Wanted) -> Captured:
     """Rehearse a step that can be planned."""
-    say = progress or _silent
     check_devices(model, (step.inputs, step.batch))
     _check_training(model, step.optimizer)
-    say("rehearse", 0, 1)
+    wanted.say("rehearse", 0, 1)
     captured = capture(model, step)
-    say("rehearse", 1, 1)
+    wanted.say("rehearse", 1, 1)
     return captured
-
-
-def check_actions(actions: Sequence[str]) -> None:
-    """Refuse what names no action.
-
-    Raises:
-        PolicyError: with those that there are.
-    """
-    wrong = [str(name) for name in ([actions] if isinstance(actions, str) else actions) if name not in ACTIONS]
-    if wrong or isinstance(actions, str) or "store" not in actions:
-        what = f"{wrong[0]!r} is no action" if wrong else f"actions={actions!r} leaves out storing, or is no list"
-        raise PolicyError(f"{what}. Give some of {ACTIONS}, 'store' among them.")
 
 
 @contextlib.contextmanager
@@ -79,72 +55,98 @@ def users_errors() -> Iterator[None]:
         raise own
 
 
-def price(
-    graph: StepGraph,
-    limit: int = _TIMING_LIMIT,
-    progress: Progress | None = None,
-    profile: Profile | None = None,
-) -> CostTable:
-    """The price of every op: by a profile, or measured where the cache does not know it.
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A graph with the price of every op of it."""
 
-    What needs more than ``limit`` bytes is measured smaller.
-    """
-    if profile is not None:
-        return analytic_costs(_signatures(graph), profile)
-    say = progress or _silent
-    return measured_costs(_signatures(graph), graph.device, limit, lambda done, total: say("time ops", done, total))
+    graph: StepGraph
+    costs: CostTable
 
 
-def plan_captured(
-    captured: Captured,
-    budget: Budget | None,
-    policy: PolicyLike,
-    progress: Progress | None = None,
-    effort: str | Effort = "normal",
-    profile: Profile | None = None,
-    actions: Sequence[str] = ACTIONS,
-) -> Plan:
+def price(graph: StepGraph, wanted: Wanted) -> Priced:
+    """By a profile, or measured where the cache does not know the price. What needs too much is measured smaller."""
+    if wanted.profile is not None:
+        costs = analytic_costs(_signatures(graph), wanted.profile)
+    else:
+        limit, say = _timing_limit(wanted.budget), partial(wanted.say, "time ops")
+        costs = measured_costs(_signatures(graph), graph.device, limit, say)
+    return Priced(_with_room(graph, costs), costs)
+
+
+def plan_captured(captured: Captured, wanted: Wanted) -> Plan:
     """Price and plan a step that is captured.
 
-    Compression is tried only where storing everything does not fit, so that a large budget costs nothing.
+    Codes are tried only where storing everything does not fit, so that a large budget costs nothing, or where rules
+    ask for them. Of the plans without codes, with exact and with lossy ones the fastest is taken.
     """
-    graph = captured.graph()
-    if budget is not None and "compress" in actions and Policy.of(policy).name == "auto":
-        costs = price(graph, _timing_limit(budget), progress, profile)
-        room = with_room(graph, costs)
-        if store_all_peak(room, costs) > (_step_budget(room, costs, budget, profile) or 0):
-            graph = captured.graph(LOSSLESS)
-    return plan_graph(graph, budget, policy, progress, effort, profile, actions)
+    ruled = codes_of_rules(captured.graph(), wanted.policy)
+    exact = LOSSLESS if "compress" in wanted.actions else ()
+    bare = price(captured.graph(codes=ruled), wanted)
+    if any(action == "compress" for _, action in wanted.policy.rules):
+        return plan_priced(price(captured.graph(exact, ruled), wanted), wanted)
+    if wanted.policy.name != "auto" or _stores_all(bare, wanted):
+        return plan_priced(bare, wanted)
+    return _fastest(_ways(captured, bare, exact, ruled, wanted), wanted)
 
 
-def plan_graph(
-    graph: StepGraph,
-    budget: Budget | None,
-    policy: PolicyLike,
-    progress: Progress | None = None,
-    effort: str | Effort = "normal",
-    profile: Profile | None = None,
-    actions: Sequence[str] = ACTIONS,
-) -> Plan:
-    """Price and plan one graph."""
-    say = progress or _silent
-    costs = price(graph, _timing_limit(budget), progress, profile)
-    graph = with_room(graph, costs)
-    say("plan", 0, 1)
+def _ways(captured: Captured, bare: Priced, exact: Sequence[Action], ruled: Codes, wanted: Wanted) -> Iterator[Priced]:
+    """The step with all that may be encoded, then with less."""
+    coded = price(captured.graph(exact, ruled), wanted)
+    if any(op.lazy for region in coded.graph.regions for op in region.ops):
+        yield coded
+    yield bare
+    if wanted.lossy is not None:
+        every = price(captured.graph(exact, every_code(bare.graph, ruled, wanted)), wanted)
+        for codes in worthwhile(every.graph, every.costs, bare.graph, ruled):
+            yield price(captured.graph(exact, codes), wanted)
+
+
+def _fastest(ways: Iterable[Priced], wanted: Wanted) -> Plan:
+    """The plan that takes the least time. Where none fits, the error of the one that needs least."""
+    best: Plan | None = None
+    refused: list[BudgetTooSmall] = []
+    for priced in ways:
+        try:
+            plan = plan_priced(priced, wanted)
+        except BudgetTooSmall as error:
+            refused.append(error)
+            continue
+        if best is None or plan.predicted_seconds < best.predicted_seconds:
+            best = plan
+        if best.predicted_seconds <= (1 + _NO_GAIN) * best.plain_seconds:
+            break
+    if best is None:
+        raise min(refused, key=lambda error: error.minimum_bytes)
+    return best
+
+
+def plan_priced(priced: Priced, wanted: Wanted) -> Plan:
+    wanted.say("plan", 0, 1)
     result = make_plan(
-        graph,
-        costs,
-        step_budget=_step_budget(graph, costs, budget, profile),
-        budget="" if budget is None else str(budget),
-        policy=policy,
+        priced.graph,
+        priced.costs,
+        step_budget=_step_budget(priced, wanted),
+        budget="" if wanted.budget is None else str(wanted.budget),
+        policy=wanted.policy,
         kind=Plan,
-        effort=effort,
-        known_ops=aten_names() if Policy.of(policy).rules else (),
-        recompute="recompute" in actions,
+        effort=wanted.effort,
+        known_ops=aten_names() if wanted.policy.rules else (),
+        recompute="recompute" in wanted.actions,
     )
-    say("plan", 1, 1)
+    wanted.say("plan", 1, 1)
     assert isinstance(result, Plan)
     return result
+
+
+def plan_alone(graph: StepGraph, wanted: Wanted) -> RegionSchedule:
+    """Plan a single graph without its step."""
+    return plan_priced(price(graph, wanted), wanted).schedule.regions[0]
+
+
+def _stores_all(priced: Priced, wanted: Wanted) -> bool:
+    """Whether there is no limit, or everything fits in it."""
+    budget = _step_budget(priced, wanted)
+    return budget is None or store_all_peak(priced.graph, priced.costs) <= budget
 
 
 def _timing_limit(budget: Budget | None) -> int:
@@ -153,14 +155,10 @@ def _timing_limit(budget: Budget | None) -> int:
     return _TIMING_LIMIT if given is None else min(_TIMING_LIMIT, given)
 
 
-def with_room(graph: StepGraph, costs: CostTable) -> StepGraph:
+def _with_room(graph: StepGraph, costs: CostTable) -> StepGraph:
     """Room for what fused kernels outside of any graph really take, where autograd shows less."""
     more = sum(max(0, costs.costs[text].working_bytes - kept) for text, kept in graph.outside_calls)
     return replace(graph, outside_bytes=graph.outside_bytes + more, outside_calls=()) if graph.outside_calls else graph
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    pass
 
 
 def _signatures(graph: StepGraph) -> list[str]:
@@ -176,8 +174,9 @@ def _signatures(graph: StepGraph) -> list[str]:
     return list(found)
 
 
-def _step_budget(graph: StepGraph, costs: CostTable, budget: Budget | None, profile: Profile | None) -> int | None:
+def _step_budget(priced: Priced, wanted: Wanted) -> int | None:
     """The budget as bytes for the step, above what is resident."""
+    graph, costs, budget, profile = priced.graph, priced.costs, wanted.budget, wanted.profile
     if budget is None:
         return None
     if budget.percent is not None:
@@ -204,7 +203,7 @@ def share_of(budget: Budget, plan: Plan) -> Budget:
     """What the budget is of a planned step's plain need, as a percentage for a step of which nothing is known yet."""
     if budget.percent is not None:
         return budget
-    allowed = _step_budget(plan.graph, plan.costs, budget, None) or 0
+    allowed = _step_budget(Priced(plan.graph, plan.costs), Wanted(budget)) or 0
     return Budget(percent=min(100.0, max(1.0, 100 * allowed / max(1, plan.plain_step_peak_bytes))))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +11,9 @@ import torch
 
 from gradstow._errors import BudgetTooSmall, CaptureError, warn_user
 from gradstow._plan import Plan
-from gradstow._planning import ACTIONS, Progress, check_devices, plan_captured, plan_graph, plan_step, share_of
+from gradstow._planning import check_devices, plan_alone, plan_captured, plan_step, share_of
 from gradstow._units import Budget
+from gradstow._wanted import Wanted
 from gradstow.capture import (
     Captured,
     RehearsalFailed,
@@ -43,12 +43,9 @@ _MOST_GRAPHS = 128  # under the limit at which Dynamo itself gives up, silently
 class Wishes:
     """What the user asked for, for every kind of batch. ``plan`` serves the batch that it was made for."""
 
-    budget: Budget | None
+    wanted: Wanted
     plan: Plan | None
-    policy: str
     optimizer: torch.optim.Optimizer | None
-    progress: Progress | None
-    actions: Sequence[str] = ACTIONS
 
 
 class Run:
@@ -146,15 +143,14 @@ class Run:
     def _plan_alone(self, region: Region) -> RegionSchedule:
         """Plan a graph that turned up in the middle of a step."""
         assert self.last is not None, "some plan's executor asks"
-        wishes, last = self.wishes, self.last
+        wanted, last = self.wishes.wanted, self.last
         graph = replace(last.graph, regions=(region,), reserve_bytes=0, outside=(), outside_bytes=0)
         with on_real_tensors():
-            budget = None if wishes.budget is None else share_of(wishes.budget, last)
+            share = None if wanted.budget is None else share_of(wanted.budget, last)
             try:
-                return plan_graph(graph, budget, wishes.policy).schedule.regions[0]
+                return plan_alone(graph, wanted.limited(share))
             except BudgetTooSmall as error:  # as little as can be
-                budget = Budget(total_bytes=error.minimum_bytes)
-                return plan_graph(graph, budget, wishes.policy).schedule.regions[0]
+                return plan_alone(graph, wanted.limited(Budget(total_bytes=error.minimum_bytes)))
 
     def _plan(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Plan, bool]:
         """A plan for this call, and whether nothing else may run."""
@@ -164,10 +160,9 @@ class Run:
             return wishes.plan, True
         step = Step(_call, (args, kwargs), optimizer=wishes.optimizer)
         if self._recording is not None:
-            captured = self._recording.captured(module, step)
-            self.last = plan_captured(captured, wishes.budget, wishes.policy, wishes.progress, actions=wishes.actions)
+            self.last = plan_captured(self._recording.captured(module, step), wishes.wanted)
         else:
-            self.last = plan_step(module, step, wishes.budget, wishes.policy, wishes.progress, actions=wishes.actions)
+            self.last = plan_step(module, step, wishes.wanted)
         return self.last, False
 
     def _plan_again(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:

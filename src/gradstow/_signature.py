@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-import gradstow._ops as ops  # importing it registers the operators that a target may name
+import gradstow._lossy  # noqa: F401 (as with _ops, importing it registers operators that a target may name)
+import gradstow._ops as ops
 
 OPS_VERSION = ops.VERSION
 

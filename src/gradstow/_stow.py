@@ -6,18 +6,18 @@ import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from gradstow._errors import CaptureError, GradstowError, StalePlan
 from gradstow._plan import Plan
-from gradstow._planning import ACTIONS, Progress, check_actions
 from gradstow._run import Run, Wishes
 from gradstow._units import parse_budget
+from gradstow._wanted import Wanted
 from gradstow.capture import batch_signature, device_of, hide_parts, is_part, weights_signature
 from gradstow.execute import inner_error
 from gradstow.planner import Policy
@@ -38,34 +38,26 @@ def plain() -> Iterator[None]:
 
 def stow_model(
     model: torch.nn.Module,
-    budget: Any,
-    plan: Plan | None,
-    policy: str | Mapping[str, str] | Policy,
-    optimizer: torch.optim.Optimizer | None,
-    progress: Progress | None,
+    wanted: Wanted,
+    plan: Plan | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     max_plans: int = MAX_PLANS,
-    actions: Sequence[str] = ACTIONS,
 ) -> torch.nn.Module:
     """See ``gs.stow``."""
     _check_stowable(model)
     if isinstance(max_plans, bool) or not isinstance(max_plans, int) or max_plans < 1:
         raise GradstowError(f"max_plans={max_plans!r} keeps no plan. Give a number of at least 1.")
-    policy = str(Policy.of(policy))
-    check_actions(actions)
     if plan is not None and not isinstance(plan, Plan):
         raise StalePlan(f"plan= takes a gs.Plan, not {type(plan).__name__}. Load a file with gs.Plan.load(path).")
-    if plan is not None and budget is not None:
+    if plan is not None and wanted.budget is not None:
         raise GradstowError("give either budget= or plan=, not both: a plan carries its own budget.")
-    if plan is None and budget is None and policy == "auto":
+    if plan is None and wanted.budget is None and wanted.policy == Policy():
         raise GradstowError('stow needs to know the memory allowed: stow(model, budget="6GiB"), or plan=, or policy=.')
-    wanted = parse_budget(budget) if budget is not None else None
     if plan is not None:
         _check_plan(plan, model)
-        wanted = parse_budget(plan.budget) if plan.budget else None
-        policy = plan.policy
-    model._compiled_call_impl = _Stowed(
-        model, Wishes(wanted, plan, policy, optimizer, progress, tuple(actions)), max_plans
-    )
+        budget = parse_budget(plan.budget) if plan.budget else None
+        wanted = replace(wanted, budget=budget, policy=Policy.of(plan.policy))
+    model._compiled_call_impl = _Stowed(model, Wishes(wanted, plan, optimizer), max_plans)
     return model
 
 

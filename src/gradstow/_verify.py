@@ -16,9 +16,9 @@ import torch
 
 from gradstow._errors import GradstowError
 from gradstow._plan import Plan
-from gradstow._planning import Progress
 from gradstow._stow import is_stowed, plan_of, stow_model, unstow_model
 from gradstow._units import format_bytes, parse_budget
+from gradstow._wanted import Progress, Wanted
 from gradstow.capture import check_loss, find_loss, same_randomness
 from gradstow.cost import measure_peak
 
@@ -64,8 +64,8 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Equal, conclusive and within the budget."""
-        return self.equal and not self.inconclusive and self.within_budget
+        """Equal (where codes that are not exact were asked for: trained), conclusive and within the budget."""
+        return (self.equal or bool(self.plan.lossy)) and not self.inconclusive and self.within_budget
 
     def to_json(self) -> dict[str, Any]:
         names = [n for n in self.__dataclass_fields__ if n != "plan"]
@@ -73,6 +73,7 @@ class Verification:
             "within_budget": self.within_budget,
             "ok": self.ok,
             "budget": self.plan.budget,
+            "lossy": self.plan.lossy,
             "model": self.plan.graph.model,
             "torch": torch.__version__,
         }
@@ -83,6 +84,9 @@ class Verification:
             verdict = "inconclusive: plain PyTorch differs from itself"
         else:
             verdict = "equal to plain PyTorch" if self.equal else "DIFFERENT from plain PyTorch"
+            if self.plan.lossy and not self.equal:
+                codes = ", ".join(f"{n} values kept as {code}" for code, n in self.plan.lossy.items())
+                verdict = f"not equal to plain PyTorch, as asked for ({codes})"
         budget = "no limit" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         lines = [
             f"{self.plan.graph.model}: {verdict} ({self.compared} tensors compared, bit for bit)",
@@ -194,7 +198,7 @@ class Proof:
 
         ``inspect`` gets the planned trainee before the timing, for measurements of one's own.
         """
-        return self.check_stowed(lambda model: stow_model(model, None, plan, "auto", None, None), rounds, inspect)
+        return self.check_stowed(lambda model: stow_model(model, Wanted(), plan), rounds, inspect)
 
     def check_stowed(
         self,

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from gradstow.actions._bits import Bits
+from gradstow.actions._lossy import Codes, Lossy, code_for
 from gradstow.actions._narrow import Narrow
-from gradstow.actions._offer import Action, Offers
+from gradstow.actions._offer import Action, Decode, Offers
 from gradstow.actions._pool import PoolSizes
 from gradstow.actions._relu import ReluBits
 
@@ -14,7 +15,8 @@ LOSSLESS: tuple[Action, ...] = (PoolSizes(), ReluBits(), Narrow(), Bits())
 
 def named(names: Iterable[str]) -> tuple[Action, ...]:
     """Actions by their names, as a plan holds them."""
-    return tuple(action for action in LOSSLESS if action.name in names)
+    exact = {action.name: action for action in LOSSLESS}
+    return tuple(exact.get(name) or Lossy.of(name) for name in names)
 
 
-__all__ = ["LOSSLESS", "Action", "Offers", "named"]
+__all__ = ["LOSSLESS", "Action", "Codes", "Decode", "Lossy", "Offers", "code_for", "named"]

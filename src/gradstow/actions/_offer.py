@@ -14,6 +14,15 @@ from torch import fx
 SMALLEST = 1 << 12  # bytes of a value that is worth an op
 
 
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """How the backward gets a value again that is never kept itself: ``target(*args)``, of its code."""
+
+    code: str
+    target: Any
+    args: tuple[Any, ...]
+
+
 @dataclass
 class Offers:
     """A normalised joint graph, and what the actions put into it.
@@ -24,6 +33,7 @@ class Offers:
         lazy: nodes that were put in, which run in the forward only where somebody wants their result.
         sign: gives a node's key in the cost table.
         plain: backward node → what plain PyTorch's op reads, and its key, where the graph's own is another now.
+        decodes: forward op → how its first output is made again.
     """
 
     graph: fx.Graph
@@ -32,10 +42,16 @@ class Offers:
     sign: Callable[[fx.Node], str]
     lazy: set[fx.Node] = field(default_factory=set)
     plain: dict[fx.Node, tuple[tuple[fx.Node, ...], str]] = field(default_factory=dict)
+    decodes: dict[fx.Node, Decode] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        values = (node.meta.get("val") for node in self.graph.nodes)
-        self._lying = Counter(v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor))
+        values = {n: n.meta.get("val") for n in self.graph.nodes}
+        storages = {n: v.untyped_storage()._cdata for n, v in values.items() if isinstance(v, torch.Tensor)}
+        self._lying = Counter(storages.values())
+        self._makers: dict[int, fx.Node] = {}
+        for node, storage in storages.items():
+            self._makers.setdefault(storage, node)
+        self._given = {storages[n] for n in self.outputs if n in storages}
 
     def forward_calls(self) -> list[fx.Node]:
         calls = [n for n in self.graph.nodes if n.op == "call_function"]
@@ -51,6 +67,11 @@ class Offers:
     def alone(self, node: fx.Node) -> bool:
         """Whether no other value lies on the node's memory and nobody outside is given it."""
         return node not in self.outputs and self._lying[node.meta["val"].untyped_storage()._cdata] == 1
+
+    def owns(self, node: fx.Node) -> bool:
+        """Whether the node's memory was made by its op in the forward, and nobody outside is given any of it."""
+        storage = node.meta["val"].untyped_storage()._cdata
+        return storage not in self._given and self._makers.get(storage) is node
 
     def call(self, after: fx.Node, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
         """A lazy op behind ``after``, in whose name it stands in reports."""

@@ -20,7 +20,8 @@ class ReluBits(Action):
     name = "relu bits"
 
     def offer(self, offers: Offers) -> list[fx.Node]:
-        return [n for n in offers.backward_calls(aten.threshold_backward.default) if _fits(offers, n)]
+        found = offers.backward_calls(aten.threshold_backward.default)
+        return [n for n in found if has_bits(n) and _reads_alone(offers, n)]
 
     def emit(self, offers: Offers, node: fx.Node) -> None:
         gradient, result, limit = node.args
@@ -31,11 +32,18 @@ class ReluBits(Action):
         node.target, node.args = zero_by_bits, (gradient, code)
 
 
-def _fits(offers: Offers, node: fx.Node) -> bool:
+def _reads_alone(offers: Offers, node: fx.Node) -> bool:
+    result = node.args[1]
+    assert isinstance(result, fx.Node), "it has bits"
+    return result not in offers.backward and offers.readers(result) == [node] and offers.alone(result)
+
+
+def has_bits(node: fx.Node) -> bool:
+    """Whether this gradient of a ReLU can be made from bits."""
     gradient, result, _ = node.args
-    if not isinstance(result, fx.Node) or result.op != "call_function" or result in offers.backward:
+    if not isinstance(result, fx.Node) or not isinstance(gradient, fx.Node) or result.op != "call_function":
         return False
     value, other = result.meta["val"], gradient.meta["val"]
     large = value.numel() * value.element_size() >= SMALLEST
-    alike = dense(value) and value.stride() == other.stride() and value.shape == other.shape and dense(other)
-    return bool(large and alike and offers.readers(result) == [node] and offers.alone(result))
+    alike = value.stride() == other.stride() and value.shape == other.shape
+    return bool(large and alike and dense(value) and dense(other))

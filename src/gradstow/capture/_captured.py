@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradstow._errors import CaptureError
-from gradstow.actions import Action
+from gradstow.actions import Action, Codes, Lossy
 from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._model import device_of, existing_gradients, resident_bytes, weights_signature
 from gradstow.capture._normalize import normalize
 from gradstow.capture._region import build_region, fingerprint
 from gradstow.capture._step import Step
 from gradstow.ir import GraphBreak, Region, StepGraph
+
+NO_CODES: Codes = {}
 
 
 class NothingCaptured(CaptureError):
@@ -55,31 +57,36 @@ class Captured:
             return self
         return replace(self, common=replace(self.common, versions={**self.common.versions, "compiling": "told"}))
 
-    def graph(self, actions: Sequence[Action] = ()) -> StepGraph:
+    def graph(self, actions: Sequence[Action] = (), codes: Codes = NO_CODES) -> StepGraph:
+        """``codes``: for some regions, by fingerprint, which ops' results are kept as which lossy code."""
         last = max(i for i, r in enumerate(self.order) if r.compiled.managed)
         regions = [
             # the loss itself is always held: backward() is called on it
-            self._region(i, r, actions, held=i > last or (i == last and self.outputs_held))
+            self._region(i, r, actions, codes, held=i > last or (i == last and self.outputs_held))
             for i, r in enumerate(self.order)
         ]
         found = _with_origins(_only_last_added(regions, self.order), self.order)
         return replace(self.common, regions=_alike(found))
 
-    def _region(self, index: int, record: RegionRecord, actions: Sequence[Action], *, held: bool) -> Region:
+    def _region(
+        self, index: int, record: RegionRecord, actions: Sequence[Action], codes: Codes, *, held: bool
+    ) -> Region:
         graph = record.compiled
+        print_ = fingerprint(graph.joint, graph.num_forward_outputs)
+        lossy = [Lossy(code, names) for code, names in codes.get(print_, {}).items()]
         return build_region(
             normalize(graph.joint, record.mask if record.ran_backward else None),
             graph.num_forward_outputs,
             [replace(role, added=role.parameter in self.existing) for role in record.roles],
             name=f"region {index}" if graph.managed else "loss",
             mask=record.mask,
-            print_=fingerprint(graph.joint, graph.num_forward_outputs),
+            print_=print_,
             held=held,
             managed=graph.managed,
             device=self.common.device,
             changed=_changed(record, self.order),
             mutated=graph.mutated,
-            actions=actions,
+            actions=(*actions, *lossy),
         ).region
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from gradstow.actions import Action, Offers
 from gradstow.capture._inplace import overwritable
 from gradstow.capture._normalize import is_tangent
 from gradstow.capture._places import module_path, source_line
-from gradstow.capture._rerun import OutputRef, rerun_call
+from gradstow.capture._rerun import OutputRef, RerunCall, rerun_call
 from gradstow.ir import Op, PlainForm, Region, Rerun, Storage, StorageKind, Value
 
 # integer decisions that near-equal scores could flip: they are small, and kept
@@ -36,12 +36,14 @@ class JointGraph:
         module: the graph; its nodes run the ops.
         op_nodes: op id → the node that runs it.
         value_nodes: value id → the node that holds it, or None for an output that nobody reads.
+        reruns: op node → the other form in which it runs again; absent where that is its own.
     """
 
     module: fx.GraphModule
     region: Region
     op_nodes: tuple[fx.Node, ...]
     value_nodes: tuple[fx.Node | None, ...]
+    reruns: Mapping[fx.Node, RerunCall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,20 @@ def _pin_readers_of_changed(ops: tuple[Op, ...], values: Sequence[Value]) -> tup
     return _pin_readers(ops, values, changed, "reads what the forward changes")
 
 
+def _pin_decisions(ops: tuple[Op, ...], values: Sequence[Value]) -> tuple[Op, ...]:
+    """Masks and indices that are made of floats: what these are made of again may be near them only."""
+    result = []
+    for op in ops:
+        read = any(values[v].dtype in _FLOATS for v in op.inputs)
+        decides = read and any(values[v].dtype not in _FLOATS for v in op.outputs)
+        free = not (op.backward or op.view or op.pinned or op.rerun is not None)
+        result.append(replace(op, pinned="decides by what may be kept as a code") if decides and free else op)
+    return tuple(result)
+
+
+_FLOATS = {"float64", "float32", "float16", "bfloat16", "complex128", "complex64"}
+
+
 def _pin_readers(ops: tuple[Op, ...], values: Sequence[Value], changed: set[int], why: str) -> tuple[Op, ...]:
     result = []
     for op in ops:
@@ -175,7 +191,13 @@ class _Builder:
         nodes = [n for n in self.module.graph.nodes if n.op in ("call_function", "get_attr")]
         calls = [n for n in nodes if n.target is not operator.getitem]
         ordered = [n for n in calls if n not in self.backward] + [n for n in calls if n in self.backward]
-        ops = _pin_readers_of_changed(tuple(self._op(node) for node in ordered), self.values)
+        reruns = {n: rerun_call(n, self.offers.decodes.get(n)) for n in ordered if n not in self.backward}
+        self.reruns = {n: call for n, call in reruns.items() if call is not None}
+        made = [self._op(node) for node in ordered]
+        # only now, when a code has its number, too, that is made after what it is the code of
+        again = [replace(op, rerun=self._rerun(n, op.outputs)) for n, op in zip(ordered, made, strict=True)]
+        ops = _pin_readers_of_changed(tuple(again), self.values)
+        ops = _pin_decisions(ops, self.values) if self.offers.decodes else ops
         region = Region(
             name=name,
             storages=tuple(self.storages),
@@ -190,7 +212,7 @@ class _Builder:
             added=tuple(role.accumulates and role.added for role in self.roles),
             fingerprint=print_,
         )
-        return JointGraph(self.module, region, tuple(ordered), tuple(self.value_nodes))
+        return JointGraph(self.module, region, tuple(ordered), tuple(self.value_nodes), self.reruns)
 
     def _id(self, node: Any) -> int:
         return self.value_ids[node] if isinstance(node, fx.Node) else -1
@@ -243,10 +265,9 @@ class _Builder:
             outputs=outputs,
             backward=backward,
             view=view or node.op == "get_attr",
-            pinned=_pinned(node),
+            pinned="" if node in self.reruns else _pinned(node),
             writes=tuple(self.values[self.value_ids[n]].storage for n in _writes(node)),
             overwrites=tuple(self.value_ids[n] for n in overwritable(node)),
-            rerun=self._rerun(node, outputs),
             signature="" if node.op == "get_attr" else signature(node),
             lazy=node in self.offers.lazy,
             plain=self._plain_form(node),
@@ -275,7 +296,7 @@ class _Builder:
         return tuple(ids)
 
     def _rerun(self, node: fx.Node, outputs: tuple[int, ...]) -> Rerun | None:
-        call = rerun_call(node)
+        call = self.reruns.get(node)
         if call is None:
             return None
         made = node.meta["val"]
@@ -291,6 +312,7 @@ class _Builder:
             inputs=tuple(inputs),
             outputs=tuple(outputs[i] for i in call.outputs),
             signature=encode(str(call.target), _values(args), {}),
+            code=call.code,
         )
 
 
@@ -377,8 +399,6 @@ def _pinned(node: fx.Node) -> str:
         return ""
     if not isinstance(target, torch._ops.OpOverload):
         return f"{target} is not an operator that can be run again"
-    if rerun_call(node) is not None:
-        return ""
     if torch.Tag.nondeterministic_seeded in target.tags and not _without_dropout(node):
         return "draws random numbers"
     if target._schema.is_mutable:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from gradstow._ops import batch_norm_apply
+from gradstow.actions import Decode
 
 aten = torch.ops.aten
 
@@ -25,15 +26,19 @@ class RerunCall:
     """``target(*args)`` makes the op's outputs number ``outputs`` again.
 
     ``args`` hold nodes, constants and OutputRefs. A single output is returned bare, several as a tuple.
+    ``code``: the one that an action made of it, or "".
     """
 
     target: Any
     args: tuple[Any, ...]
     outputs: tuple[int, ...]
+    code: str = ""
 
 
-def rerun_call(node: fx.Node) -> RerunCall | None:
+def rerun_call(node: fx.Node, decode: Decode | None = None) -> RerunCall | None:
     """The other form of ``node``, or None where the op itself can run again."""
+    if decode is not None:
+        return RerunCall(decode.target, decode.args, (0,), decode.code)
     if node.target is not aten._native_batch_norm_legit.default:
         return None
     x, weight, bias, _mean, _var, training, momentum, eps = node.args

@@ -26,7 +26,13 @@ Policy = Annotated[
     str,
     typer.Option(
         "--policy",
-        help="auto, store-all, recompute-all, sqrt, selective; or rules: relu=recompute,layer3.*=store.",
+        help="auto, store-all, recompute-all, sqrt, selective; or rules: relu=recompute,layer3.*=store,layer1.*=int4.",
+    ),
+]
+Lossy = Annotated[
+    str | None,
+    typer.Option(
+        "--lossy", help="Allow a code that is not exact: bf16, fp8, int8, int4, int2, or the largest error (0.01)."
     ),
 ]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a text model's example.")]
@@ -36,6 +42,14 @@ Optimizer = Annotated[
     str, typer.Option("--optimizer", help="Whose state and working memory count: none, sgd or adamw.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def lossy_of(text: str | None) -> str | float | None:
+    """A code's name, or the error that a number stands for."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
 
 
 def make_optimizer(name: str, model: torch.nn.Module) -> Any:

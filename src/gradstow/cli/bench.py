@@ -60,7 +60,7 @@ def strategies(
                     continue
                 low, high = proof.time_ratio_interval
                 row |= {
-                    "saved_bytes": _saved(proof.plan),
+                    "saved_bytes": proof.plan.saved_bytes,
                     "step_peak_bytes": proof.measured_peak_bytes,
                     "plain_step_peak_bytes": proof.plain_peak_bytes,
                     "time_ratio": proof.time_ratio,
@@ -76,16 +76,6 @@ def strategies(
         emit(_text(made.name, rows, plain_accuracy), data)
     same = all(row.get("equal", True) and row.get("accuracy", plain_accuracy) == plain_accuracy for row in rows)
     return 0 if same else 1
-
-
-def _saved(plan: Any) -> int:
-    """Bytes that cross from the forward to the backward."""
-    found = {
-        region.storages[s].origin or (r, s)
-        for r, (region, schedule) in enumerate(zip(plan.graph.regions, plan.schedule.regions, strict=True))
-        for s in schedule.kept
-    }
-    return sum(plan.graph.regions[r].storages[s].nbytes for r, s in found)
 
 
 def _torch() -> str:

@@ -15,10 +15,12 @@ from gradstow.cli._options import (
     Batch,
     Budget,
     Image,
+    Lossy,
     Optimizer,
     Policy,
     Seq,
     Text,
+    lossy_of,
     make_optimizer,
 )
 from gradstow.cli._output import Meter, results
@@ -29,6 +31,7 @@ def plan(
     batch: Batch = None,
     budget: Budget = None,
     policy: Policy = "auto",
+    lossy: Lossy = None,
     effort: Annotated[str, typer.Option(help="quick (no solver), normal or thorough.")] = "normal",
     device: Annotated[str | None, typer.Option(help="Plan for a device elsewhere: cuda:h100, cuda:t4, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
@@ -59,6 +62,7 @@ def plan(
                 optimizer=make_optimizer(optimizer, made.model),
                 budget=budget,
                 policy=policy,
+                lossy=lossy_of(lossy),
                 effort=effort,
                 device=device,
                 progress=meter,

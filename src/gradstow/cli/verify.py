@@ -15,10 +15,12 @@ from gradstow.cli._options import (
     Batch,
     Budget,
     Image,
+    Lossy,
     Optimizer,
     Policy,
     Seq,
     Text,
+    lossy_of,
     make_optimizer,
 )
 from gradstow.cli._output import Meter, results
@@ -29,6 +31,7 @@ def verify(
     batch: Batch = None,
     budget: Budget = None,
     policy: Policy = "auto",
+    lossy: Lossy = None,
     plan: Annotated[Path | None, typer.Option(help="A plan file, instead of a budget.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
     seq: Seq = 256,
@@ -60,6 +63,7 @@ def verify(
                 budget=budget,
                 plan=loaded,
                 policy=policy,
+                lossy=lossy_of(lossy),
                 steps=steps,
                 progress=meter,
             )

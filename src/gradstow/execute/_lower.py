@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from gradstow.capture import JointGraph, OutputRef, is_tangent, rerun_call
+from gradstow.capture import JointGraph, OutputRef, is_tangent
 from gradstow.ir import Deliver, Free, RegionSchedule, Run, StorageKind
 
 Victims = dict[fx.Node, fx.Node]
@@ -109,7 +109,7 @@ class _Emitter:
 
     def emit(self, event: Run, *, again: bool) -> None:
         op, source = self.joint.region.ops[event.op], self.joint.op_nodes[event.op]
-        call = rerun_call(source) if again else None
+        call = self.joint.reruns.get(source) if again else None
         if call is None:
             node = self.graph.node_copy(source, lambda n: self.env[self.values[n]])
             outputs = [(self._position(v), v) for v in op.outputs]

@@ -50,12 +50,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """A cheaper or purer way to make some of an op's outputs again (BatchNorm without statistics)."""
+    """A cheaper or purer way to make some of an op's outputs again (BatchNorm without statistics).
+
+    ``code``: name of the code that is kept of the first output, which is never kept itself then, or "".
+    """
 
     target: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     signature: str
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,12 +216,14 @@ def _overwrites(graph: StepGraph, r: int) -> Iterator[str]:
 def _reruns(graph: StepGraph, r: int) -> Iterator[str]:
     region = graph.regions[r]
     made = set(region.inputs)
+    codes = {v for op in region.ops if op.lazy and op.pinned for v in op.outputs}
     for index, op in enumerate(region.ops):
         made.update(op.outputs)
         if op.rerun is None:
             continue
         inputs, outputs = set(op.rerun.inputs), set(op.rerun.outputs)
-        legal = outputs and outputs <= set(op.outputs) and inputs <= made - outputs
+        there = codes if op.rerun.code else made - outputs
+        legal = outputs and outputs <= set(op.outputs) and inputs <= there
         if op.backward or op.pinned or not legal:
             yield op_name(region, index)
 
@@ -277,7 +279,7 @@ GRAPH_RULES: dict[str, GraphRule] = {
     "bases": GraphRule("an op that is no view makes one value per storage, over an input only if it writes it", _bases),
     "writes": GraphRule("only what comes from outside is changed in place, by an op that never runs twice", _writes),
     "overwrites": GraphRule("an op may write over inputs of its first output's size, in its own form", _overwrites),
-    "reruns": GraphRule("a rerun makes some of its forward op's outputs, from others and what was there", _reruns),
+    "reruns": GraphRule("a rerun makes outputs of its op, from others, what was there, or a code", _reruns),
     "results": GraphRule("outputs come from the forward, gradients from the backward, .grad is resident", _results),
     "twins": GraphRule("regions with one fingerprint have one structure", _twins),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from gradstow.ir._graph import StepGraph
 from gradstow.ir._replay import Timeline, replay
 from gradstow.ir._schedule import Schedule
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,22 @@ class PlanData:
         return self.plain_timeline.seconds
 
     @property
+    def saved_bytes(self) -> int:
+        """What crosses from the forward to the backward, each storage once."""
+        return self._saved(self.schedule, plain=False)
+
+    @property
+    def plain_saved_bytes(self) -> int:
+        """The same for plain PyTorch."""
+        return self._saved(self.plain, plain=True)
+
+    def _saved(self, schedule: Schedule, *, plain: bool) -> int:
+        pairs = zip(self.graph.regions, schedule.regions, strict=True)
+        kept = {region.storages[s].origin or (r, s) for r, (region, own) in enumerate(pairs) for s in own.kept}
+        storages = [self.graph.regions[r].storages[s] for r, s in kept]
+        return sum(s.plain_nbytes if plain and s.plain_nbytes >= 0 else s.nbytes for s in storages)
+
+    @property
     def gap(self) -> float:
         """How far the step time may be from the best possible: (predicted - bound) / bound; 0 is proven optimal."""
         if not self.lower_bound_seconds:
@@ -104,7 +121,14 @@ class PlanData:
         """How many forward ops run again in the backward; views, which cost nothing, and decoding do not count."""
         regions = self.graph.regions
         again = (regions[m.region].ops[m.op] for m in self.timeline.moments if m.recompute)
-        return sum(not (op.view or op.lazy) for op in again)
+        return sum(not (op.view or op.lazy or (op.rerun is not None and op.rerun.code)) for op in again)
+
+    @cached_property
+    def lossy(self) -> dict[str, int]:
+        """How many values are kept as which code that is not exact."""
+        again = {(m.region, m.op) for m in self.timeline.moments if m.recompute}
+        reruns = [self.graph.regions[r].ops[op].rerun for r, op in sorted(again)]
+        return dict(Counter(rerun.code for rerun in reruns if rerun is not None and rerun.code))
 
     def to_json(self) -> dict[str, Any]:
         return {

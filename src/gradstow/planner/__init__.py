@@ -2,6 +2,7 @@
 
 from gradstow.planner._frontier import frontier
 from gradstow.planner._policies import POLICIES, Policy
+from gradstow.planner._rules import ops_of_rules
 from gradstow.planner._search import Effort
 from gradstow.planner._solve import make_plan, plain_step_peak, smallest_peak, store_all_peak
 
@@ -11,6 +12,7 @@ __all__ = [
     "Policy",
     "frontier",
     "make_plan",
+    "ops_of_rules",
     "plain_step_peak",
     "smallest_peak",
     "store_all_peak",

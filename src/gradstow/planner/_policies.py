@@ -18,9 +18,10 @@ _EXPENSIVE = ("conv", "matmul", "attention")  # what "selective" stores
 class Policy:
     """Which values to store and which to recompute, as far as the user says.
 
-    ``name`` decides where no rule does. A rule is (pattern, action): the pattern a family of ops
-    (``"conv2d"``, ``"relu"``, ``"batchnorm"``, ``"linear"``, ``"attention"``, ...), any aten name, or a glob over
-    module paths (``"layer3.*"``); the action ``"store"`` or ``"recompute"``. Later rules win.
+    ``name`` decides where no rule does. A rule is (pattern, action): the pattern a family of ops (``"conv2d"``,
+    ``"relu"``, ``"batchnorm"``, ``"linear"``, ``"attention"``, ...), any aten name, or a glob over module paths
+    (``"layer3.*"``); the action ``"store"``, ``"recompute"``, ``"compress"`` (a smaller exact form where there is
+    one), or a code that is not exact: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"int4"``, ``"int2"``. Later rules win.
 
     Raises:
         PolicyError: an unknown name or action, with the closest known ones.
@@ -70,7 +71,9 @@ def kept_by_policy(problem: Problem, name: str) -> set[int]:
     if name == "recompute-all":
         return set()
     if name == "selective":
-        nodes = [n for n in problem.forward if any(in_family(problem, n, family) for family in _EXPENSIVE)]
+        regions = problem.graph.regions
+        ops = {id(n): (regions[n.region], regions[n.region].ops[n.op]) for n in problem.forward}
+        nodes = [n for n in problem.forward if any(in_family(*ops[id(n)], family) for family in _EXPENSIVE)]
         return {s for node in nodes for s in node.outputs} - problem.never
     narrow = narrow_points(problem)
     return set(_spread(problem, narrow, math.isqrt(max(len(narrow), 1)) or 1)) - problem.never

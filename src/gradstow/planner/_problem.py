@@ -18,7 +18,8 @@ class Node:
     """One op: what it reads and makes, by storage number. ``again_*`` hold for a recomputation.
 
     ``delivers``: gradients that autograd gets once it has run, and that nobody may write over after that.
-    A ``lazy`` one runs in the forward only where something that is kept, or read there, comes of it.
+    A ``lazy`` one runs in the forward only where something that is kept, or read there, comes of it. One that
+    ``decodes`` makes its output again from a code that was made of it.
     What a node with a ``scope`` reads or makes lives at least until the last node of that scope has run.
     """
 
@@ -36,6 +37,7 @@ class Node:
     overwrites: tuple[int, ...] = ()
     delivers: tuple[int, ...] = ()
     lazy: bool = False
+    decodes: bool = False
     scope: int = -1
 
 
@@ -55,7 +57,7 @@ class Problem:
         boundary: storages that a later region reads.
         fixed: held or boundary storages, which stay as they are even where an op makes a copy again.
         remaker: storage → the forward node that can make it again; absent where it must be kept.
-        never: storages that the user's rules forbid to keep.
+        never: storages that are not kept: the user's rules forbid it, or a code stands for them.
         shared: regions that run the same graph as another one, and so the same schedule.
         tangents: by region, storages that are there when that region's backward starts.
         leaving: by region, gradients and tangents that are given up, at the latest, after its backward.
@@ -127,6 +129,7 @@ def build_problem(graph: StepGraph, costs: CostTable) -> Problem:
         for s in problem.keepable - problem.fixed - problem.always
         if _can_run_again(graph, problem.forward[problem.maker[s]], s)
     }
+    problem.never = {s for node in problem.forward if node.decodes for s in node.again_outputs}
     prints = Counter(region.fingerprint or str(r) for r, region in enumerate(graph.regions))
     problem.shared = {r for r, region in enumerate(graph.regions) if prints[region.fingerprint or str(r)] > 1}
     return problem
@@ -205,6 +208,7 @@ def _set_again(
     else:
         node.again_inputs = numbers(op.rerun.inputs)
         node.again_outputs = numbers(op.rerun.outputs)
+        node.decodes = bool(op.rerun.code)
     if cost.how == "unknown":
         node.pinned = True
 

@@ -1,16 +1,18 @@
-"""Rules for families of ops, aten names and module paths, as constraints of a problem."""
+"""Rules for families of ops, aten names and module paths: which ops they hold for, and what that binds."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from gradstow._codes import CODES
 from gradstow._errors import PolicyError
-from gradstow.planner._problem import Node, Problem
+from gradstow.ir import Op, Region, StepGraph
+from gradstow.planner._problem import Problem
 
 Rules = tuple[tuple[str, str], ...]  # (pattern, action)
-ACTIONS = ("store", "recompute")
+ACTIONS = ("store", "recompute", "compress", *CODES)
 HOW = (
     'Write a name ("auto", "store-all", "recompute-all", "sqrt", "selective"), or rules such as '
     '{"relu": "recompute", "layer3.*": "store"}.'
@@ -47,90 +49,129 @@ _FAMILIES: Mapping[str, frozenset[str]] = {
 _DIMENSIONS = {"conv1d": 3, "conv2d": 4, "conv3d": 5}
 
 
-def apply_rules(problem: Problem, rules: Rules, known_ops: Collection[str]) -> list[str]:
-    """Turn rules into constraints of the problem; says for each what it came to.
+Bound = dict[tuple[int, int], tuple[str, str]]  # (region, op) → the rule that holds for it
+
+
+def ops_of_rules(graph: StepGraph, rules: Rules, known_ops: Collection[str] = ()) -> Bound:
+    """For each forward op the last rule that fits it.
 
     Raises:
         PolicyError: a pattern is neither a family, nor one of ``known_ops``, nor a module's path.
     """
+    ops = {
+        (r, i): (region, op)
+        for r, region in enumerate(graph.regions)
+        for i, op in enumerate(region.ops)
+        if region.managed and not (op.backward or op.view or op.lazy)
+    }
     for pattern, _ in rules:
-        _check_pattern(problem, pattern, known_ops)
-    matched = {pattern: 0 for pattern, _ in rules}
-    bound: dict[int, tuple[str, str]] = {}
-    for node in problem.forward:
-        if node.lazy or not problem.graph.regions[node.region].managed:
-            continue
-        for pattern, action in rules:
-            if _matches(problem, node, pattern):
-                bound.update((s, (pattern, action)) for s in node.outputs)
+        _check_pattern(graph.model, [op for _, op in ops.values()], pattern, known_ops)
+    bound: Bound = {}
+    for pattern, action in rules:
+        bound.update((key, (pattern, action)) for key, (region, op) in ops.items() if _matches(region, op, pattern))
+    return bound
+
+
+def apply_rules(problem: Problem, rules: Rules, known_ops: Collection[str]) -> list[str]:
+    """Turn rules into constraints of the problem; says for each what it came to.
+
+    What is to be kept as a code is encoded in the graph already, or cannot be.
+    """
+    bound = ops_of_rules(problem.graph, rules, known_ops)
+    codes = _exact_codes(problem)
+    matched = dict.fromkeys((pattern for pattern, _ in rules), 0)
     failed = dict.fromkeys(matched, 0)
-    for s, (pattern, action) in bound.items():
-        matched[pattern] += 1
-        if action == "store":
-            problem.remaker.pop(s, None)
-        elif s in problem.remaker:
-            problem.never.add(s)
-        else:
-            failed[pattern] += 1
+    for node in problem.forward:
+        pattern, action = bound.get((node.region, node.op), ("", ""))
+        for s in node.outputs if pattern else ():
+            matched[pattern] += 1
+            failed[pattern] += not _bind(problem, s, action, codes)
     return [_note(pattern, action, matched[pattern], failed[pattern]) for pattern, action in rules]
+
+
+def _bind(problem: Problem, s: int, action: str, codes: Mapping[int, int]) -> bool:
+    """Do what a rule says about one storage; whether that can be done."""
+    if action == "store":
+        problem.remaker.pop(s, None)
+        return s not in problem.never
+    if action == "recompute":
+        if s in problem.remaker:
+            problem.never.add(s)
+        return s in problem.remaker
+    if action == "compress" and s in codes:
+        problem.never.add(s)
+        problem.remaker.pop(codes[s], None)
+        return True
+    return action != "compress" and s in problem.never
+
+
+def _exact_codes(problem: Problem) -> dict[int, int]:
+    """Storage → what an action makes of it, of which the backward gets along without it."""
+    found: dict[int, int] = {}
+    decoded: set[int] = set()
+    for index in problem.lazy:
+        node = problem.forward[index]
+        if node.pinned or node.inputs[0] in found.values():
+            decoded.update(node.outputs)
+        elif node.inputs[0] in problem.keepable:
+            found[node.inputs[0]] = node.outputs[0]
+    read = {s for node in problem.backward for s in node.inputs}
+    return {s: code for s, code in found.items() if s not in read}
 
 
 def _note(pattern: str, action: str, matched: int, failed: int) -> str:
     if not matched:
         return f"{pattern}={action} matches nothing, or later rules win everywhere"
-    why = f", {failed} of them cannot be made again and are stored" if failed else ""
+    instead = {
+        "store": "are only ever kept as a code",
+        "recompute": "cannot be made again and are stored",
+    }.get(action, "have no such code and are planned as without the rule")
+    why = f", {failed} of them {instead}" if failed else ""
     return f"{pattern}={action} holds for {matched} values{why}"
 
 
-def _check_pattern(problem: Problem, pattern: str, known_ops: Collection[str]) -> None:
-    here = {_packet(problem, node) for node in problem.forward}
+def _check_pattern(model: str, ops: Sequence[Op], pattern: str, known_ops: Collection[str]) -> None:
+    here = {_packet(op) for op in ops}
     if pattern in _FAMILIES or pattern in here or pattern in known_ops:
         return
-    modules = {_module(problem, node) for node in problem.forward}
+    modules = {op.module for op in ops}
     if any(_in_module(module, pattern) for module in modules):
         return
     if any(c in pattern for c in "*?["):
         return  # a glob that matches nothing is reported
     paths = {part for m in modules for part in (m, m.partition(".")[0]) if part}
     raise PolicyError(
-        f"{pattern!r} is no family of ops, no aten op and no module of {problem.graph.model or 'the model'}."
+        f"{pattern!r} is no family of ops, no aten op and no module of {model or 'the model'}."
         f"{close(pattern, [*_FAMILIES, *here, *paths])} {HOW}"
     )
 
 
-def _matches(problem: Problem, node: Node, pattern: str) -> bool:
-    packet = _packet(problem, node)
-    if pattern == packet:
+def _matches(region: Region, op: Op, pattern: str) -> bool:
+    if pattern == _packet(op):
         return True
     if pattern in _FAMILIES:
-        return in_family(problem, node, pattern)
-    return _in_module(_module(problem, node), pattern)
+        return in_family(region, op, pattern)
+    return _in_module(op.module, pattern)
 
 
-def in_family(problem: Problem, node: Node, family: str) -> bool:
-    packet = _packet(problem, node)
+def in_family(region: Region, op: Op, family: str) -> bool:
+    packet = _packet(op)
     if family == "attention":
         return packet.startswith("_scaled_dot_product")
     if packet not in _FAMILIES[family]:
         return False
-    region = problem.graph.regions[node.region]
-    shape = region.values[region.ops[node.op].outputs[0]].shape
+    shape = region.values[op.outputs[0]].shape
     return len(shape) == _DIMENSIONS.get(family, len(shape))
 
 
 def _in_module(module: str, pattern: str) -> bool:
-    return bool(module) and (fnmatch.fnmatchcase(module, pattern) or module.startswith(f"{pattern}."))
+    return fnmatch.fnmatchcase(module, pattern) or module.startswith(f"{pattern}.")
 
 
-def _packet(problem: Problem, node: Node) -> str:
+def _packet(op: Op) -> str:
     """``aten.relu.default`` → ``relu``."""
-    target = problem.graph.regions[node.region].ops[node.op].target
-    parts = target.split(".")
-    return parts[1] if len(parts) >= 3 else target
-
-
-def _module(problem: Problem, node: Node) -> str:
-    return problem.graph.regions[node.region].ops[node.op].module
+    parts = op.target.split(".")
+    return parts[1] if len(parts) >= 3 else op.target
 
 
 def close(name: str, known: Collection[str]) -> str:

@@ -55,7 +55,7 @@ def make_plan(
     problem = build_problem(graph, costs)
     plain = plain_schedule(problem)
     if not recompute:
-        problem.remaker = {s: node for s, node in problem.remaker.items() if node.lazy}
+        problem.remaker = {s: node for s, node in problem.remaker.items() if node.lazy or node.decodes}
     notes = apply_rules(problem, wanted.rules, known_ops)
     decision = _decide_replayed(problem, step_budget, wanted.name, Effort.of(effort))
     schedule = schedule_of(problem, decision.order)

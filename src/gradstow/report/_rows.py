@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradstow._codes import CODES
 from gradstow._units import format_bytes, format_seconds
 from gradstow.ir import Op, PlanData, Region, StorageKind
 from gradstow.report._names import module_path, short_target
@@ -178,7 +179,8 @@ class _View:
             return "not needed by the backward"
         if decision == "compress":
             r, code = self.codes[key]
-            return f"kept as {format_bytes(self.regions[r].storages[code].nbytes)}, exactly"
+            how = f"{op.rerun.code}, {CODES[op.rerun.code]}" if op.rerun is not None and op.rerun.code else "exactly"
+            return f"kept as {format_bytes(self.regions[r].storages[code].nbytes)}, {how}"
         if decision == "store" and obstacle:
             return obstacle
         if decision == "store" and key in self.crossing:

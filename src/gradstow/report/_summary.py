@@ -65,6 +65,7 @@ class Summary:
         breaks: graph breaks and what they cost.
         not_planned: what runs as plain PyTorch, with its number of forward ops: the loss, ops outside of any graph.
         outside_bytes: room that is left for the latter.
+        lossy: how many values are kept as which code that is not exact; empty where the numbers are plain PyTorch's.
     """
 
     model: str
@@ -90,6 +91,7 @@ class Summary:
     breaks: tuple[Break, ...] = ()
     not_planned: Mapping[str, int] = field(default_factory=dict)
     outside_bytes: int = 0
+    lossy: Mapping[str, int] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -128,6 +130,7 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
         breaks=_breaks(plan),
         not_planned=_not_planned(graph),
         outside_bytes=graph.outside_bytes,
+        lossy=plan.lossy,
         solver=dict(plan.solver),
     )
 

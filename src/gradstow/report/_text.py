@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gradstow._codes import CODES
 from gradstow._units import format_bytes, format_seconds
 from gradstow.ir import PlanData
 from gradstow.report._rows import Row, plan_rows
@@ -55,6 +56,7 @@ def _header(s: Summary) -> list[str]:
         ("values", _decisions(s)),
         *(("graph breaks", text) for text in _breaks(s)),
     ]
+    lines += [("not exact", f"{n} values kept as {code}: {CODES[code]}") for code, n in s.lossy.items()]
     lines += [("rule", str(note)) for note in s.solver.get("rules", ())]
     if s.not_planned:
         names = "; ".join(f"{name} ({n} ops)" for name, n in s.not_planned.items())

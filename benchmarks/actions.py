@@ -1,0 +1,100 @@
+"""What exact compression adds to storing and recomputing: at one time the peak, at one peak the time.
+
+    python benchmarks/actions.py                          # five models, about half an hour on two cores
+    python benchmarks/actions.py --models alexnet --rounds 9
+
+For some budgets: the plan that only stores and recomputes, the plan with compression that needs least within its time
+(as predicted), and the fastest plan with compression for its peak. Each is measured interleaved with plain PyTorch in
+one process. Step peaks in MiB; ratios to plain PyTorch are medians with a 95 % interval. Losses and gradients of one
+step are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import gradstow as gs
+from _cases import CASES, Case
+from _rows import VERSIONS, parse, versions, write
+from gradstow._api import make_step
+from gradstow._planning import Priced, capture_step, plan_priced, price
+from gradstow._stow import stow_model
+from gradstow._units import Budget
+from gradstow._verify import Proof, compare, median_interval, step_peak, time_ratios
+from gradstow._wanted import Wanted
+from gradstow.actions import LOSSLESS
+from gradstow.capture import same_randomness
+from gradstow.cli._targets import build_target
+from gradstow.planner import frontier
+
+MIB = 1 << 20
+MODELS = ("alexnet", "vgg16", "resnet50", "densenet121", "gpt2")
+PERCENTS = (80, 60, 45)
+FIELDS = [
+    "model", "batch", "budget", "way", "plain_peak_mib", "predicted_peak_mib", "peak_mib", "predicted_ratio", "ratio",
+    "ratio_low", "ratio_high", "rerun_ops", "compressed", "equal", "rounds", *VERSIONS,
+]  # fmt: skip
+
+
+def main() -> None:
+    arguments = parse(__doc__, MODELS, "actions.csv", rounds=7).parse_args()
+    for name in arguments.models:
+        run(name, CASES[name], arguments)
+
+
+def run(name: str, case: Case, arguments: argparse.Namespace) -> None:
+    target = build_target(case.target, case.batch, attn=case.attn, seq=case.seq)
+    step = make_step(target.model, target.batch, target.loss, None, None, keep_output=False)
+    captured = capture_step(target.model, step, Wanted())
+    bare, coded = price(captured.graph(), Wanted()), price(captured.graph(LOSSLESS), Wanted())
+    points, _ = frontier(coded.graph, coded.costs, points=24, kind=gs.Plan)
+    proof = Proof(target.model, target.batch, step.call, step.loss, None, steps=1)
+    common = {"model": name, "batch": case.batch, **versions(arguments.device)}
+    common["plain_peak_mib"] = step_peak(proof.plain, arguments.device) / MIB
+    for percent in PERCENTS:
+        try:
+            base = plan_priced(bare, Wanted(Budget(percent=percent)))
+        except gs.errors.BudgetTooSmall as error:
+            base = plan_priced(bare, Wanted(Budget(total_bytes=error.minimum_bytes)))
+        ways = {"store and recompute": base, **compressed(coded, base, [p for p in points if isinstance(p, gs.Plan)])}
+        for way, plan in ways.items():
+            row = {**common, "budget": f"{percent}%", "way": way, **measured(proof, plan, arguments)}
+            write(arguments.out, FIELDS, row)
+
+
+def compressed(coded: Priced, base: gs.Plan, points: list[gs.Plan]) -> dict[str, gs.Plan]:
+    """The plans with compression at about the time, and at the peak, of one without."""
+    peak = base.resident_bytes + base.predicted_step_peak_bytes
+    found = {"compress, at its peak": plan_priced(coded, Wanted(Budget(total_bytes=peak)))}
+    fast = [p for p in points if p.predicted_seconds <= base.predicted_seconds]
+    if fast:
+        found["compress, at its time"] = min(fast, key=lambda p: p.predicted_step_peak_bytes)
+    return found
+
+
+def measured(proof: Proof, plan: gs.Plan, arguments: argparse.Namespace) -> dict[str, Any]:
+    twin = proof.trainee()
+    stow_model(twin.model, Wanted(), plan)
+    with same_randomness():
+        got = twin.train(1, lambda _n: None)
+        peak = step_peak(twin, arguments.device)
+        ratios = time_ratios(proof.plain, twin, arguments.rounds, lambda _n: None)
+    low, high = median_interval(ratios)
+    return {
+        "predicted_peak_mib": plan.predicted_step_peak_bytes / MIB,
+        "peak_mib": peak / MIB,
+        "predicted_ratio": plan.predicted_seconds / plan.plain_seconds,
+        "ratio": statistics.median(ratios),
+        "ratio_low": low,
+        "ratio_high": high,
+        "rerun_ops": plan.rerun_ops,
+        "compressed": sum(row.decision == "compress" for row in plan.rows),
+        "equal": not compare(proof.expected, got),
+        "rounds": arguments.rounds,
+    }
+
+
+if __name__ == "__main__":
+    main()

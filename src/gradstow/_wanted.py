@@ -1,0 +1,79 @@
+"""What the user asks of a plan, checked before anything takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gradstow._errors import PolicyError
+from gradstow._units import Budget, parse_budget
+from gradstow.actions import code_for
+from gradstow.cost import Profile
+from gradstow.planner import Effort, Policy
+
+Progress = Callable[[str, int, int], None]
+PolicyLike = str | Mapping[str, str] | Policy
+LossyLike = str | float | None
+
+ACTIONS = ("store", "recompute", "compress")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a step is to be planned.
+
+    Attributes:
+        budget: None plans without a limit.
+        actions: what the planner may use.
+        lossy: the code that it may use where numbers need not be exact, or None.
+        profile: of a device that is not here.
+    """
+
+    budget: Budget | None = None
+    policy: Policy = field(default_factory=Policy)
+    actions: tuple[str, ...] = ACTIONS
+    lossy: str | None = None
+    effort: Effort = field(default_factory=Effort)
+    profile: Profile | None = None
+    progress: Progress | None = None
+
+    @staticmethod
+    def of(
+        budget: object = None,
+        policy: PolicyLike = "auto",
+        actions: Sequence[str] = ACTIONS,
+        lossy: LossyLike = None,
+        effort: str | Effort = "normal",
+        profile: Profile | None = None,
+        progress: Progress | None = None,
+    ) -> Wanted:
+        """From what the public functions take.
+
+        Raises:
+            BudgetError, PolicyError: with what there is.
+        """
+        return Wanted(
+            budget=None if budget is None else parse_budget(budget),
+            policy=Policy.of(policy),
+            actions=_checked(actions),
+            lossy=None if lossy is None else code_for(lossy),
+            effort=Effort.of(effort),
+            profile=profile,
+            progress=progress,
+        )
+
+    def limited(self, budget: Budget | None) -> Wanted:
+        """The same for another budget."""
+        return replace(self, budget=budget)
+
+    def say(self, stage: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, total)
+
+
+def _checked(actions: Sequence[str]) -> tuple[str, ...]:
+    wrong = [str(name) for name in ([actions] if isinstance(actions, str) else actions) if name not in ACTIONS]
+    if wrong or isinstance(actions, str) or "store" not in actions:
+        what = f"{wrong[0]!r} is no action" if wrong else f"actions={actions!r} leaves out storing, or is no list"
+        raise PolicyError(f"{what}. Give some of {ACTIONS}, 'store' among them.")
+    return tuple(actions)
