@@ -128,7 +128,7 @@ def main() -> None:
     for name in arguments.models:
         plain = [train(name, seed, None)[0] for seed in range(arguments.seeds)]
         for code in arguments.codes:
-            runs = [train(name, seed, f"*={code},maxpool=compress,dropout=compress") for seed in range(arguments.seeds)]
+            runs = [train(name, seed, f"*={code}") for seed in range(arguments.seeds)]
             write(arguments.out, FIELDS, row(name, code, plain, [loss for loss, _ in runs], runs[0][1]))
 
 

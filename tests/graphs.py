@@ -371,6 +371,22 @@ def coded(size: int = MIB) -> StepGraph:
     return step(s.done((g,), {w: bf}))
 
 
+def kept_as_code(size: int = MIB) -> StepGraph:
+    """x → f → g → h, all read by the backward; of g only a code is kept, from which it is made again."""
+    s = Sketch()
+    x, w = s.resident(size, "x"), s.resident(size, "w")
+    (f,) = s.op("f", (x,), (size,))
+    (g,) = s.op("g", (f, w), (size,))
+    (code,) = s.op("encode", (g,), (size // 8,), lazy=True, pinned="draws random numbers")
+    s.ops[1] = replace(s.ops[1], rerun=Rerun("decode", (code,), (g,), "region 0 g again", "int4"))
+    (h,) = s.op("h", (g,), (size,))
+    t = s.tangent(size, "t")
+    (bh,) = s.op("bh", (t, g), (size,), backward=True)
+    (bg,) = s.op("bg", (bh, f, w), (size,), backward=True)
+    (bf,) = s.op("bf", (bg, x), (size,), backward=True)
+    return step(s.done((h,), {w: bf}))
+
+
 def shared_gradient(size: int = MIB) -> StepGraph:
     """A gradient that is handed out and also added to another one: it may not be written over."""
     s = Sketch()
@@ -391,6 +407,7 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "multi_output": multi_output,
     "batch_norm": batch_norm,
     "dropout": dropout,
+    "kept_as_code": kept_as_code,
     "read_twice": read_twice,
     "scaled": scaled,
     "shared_gradient": shared_gradient,

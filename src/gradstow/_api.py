@@ -38,6 +38,7 @@ def stow(
     max_plans: int = MAX_PLANS,
     actions: Sequence[str] = ACTIONS,
     lossy: LossyLike = None,
+    offload: str | None = None,
 ) -> Model:
     """Train ``model`` inside a memory budget, with plain PyTorch's own numbers.
 
@@ -61,15 +62,17 @@ def stow(
             ``"int8"``, ``"int4"``, ``"int2"``, or the largest error as a part of the range of 128 neighbours, such as
             ``0.01``. Only floats that ops of the forward make, never parameters, inputs, indices, masks or saved
             statistics. Gradients are then near plain PyTorch's, not equal; the user's random streams are left alone.
+        offload: allows values to wait for the backward elsewhere, exactly: ``"disk"``, ``"disk:/path/to/folder"`` (a
+            file without a name, gone when the process ends), or ``"host"`` for a model on an accelerator.
 
     Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
     the backward; where the loss is computed outside of the model, twice the outputs are reserved for it.
 
     Raises:
-        BudgetError, BudgetTooSmall, CaptureError, StalePlan, PolicyError: here or at the first forward; after
-            any of them the model runs as plain PyTorch.
+        BudgetError, BudgetTooSmall, CaptureError, OffloadError, StalePlan, PolicyError: here or at the first forward;
+            after any of them the model runs as plain PyTorch.
     """
-    wanted = Wanted.of(budget, policy, actions, lossy, progress=progress)
+    wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress)
     stow_model(model, wanted, plan, optimizer, max_plans)
     return model
 
@@ -99,6 +102,7 @@ def plan(
     progress: Progress | None = None,
     actions: Sequence[str] = ACTIONS,
     lossy: LossyLike = None,
+    offload: str | None = None,
 ) -> Plan:
     """Plan one training step without running it: fake tensors only, plus the timing of one op at a time.
 
@@ -116,7 +120,7 @@ def plan(
         forward: ``forward(model, batch)`` in place of the rule for calling the model.
         keep_output: whether your loop still holds the model's output while the backward runs.
         progress: called with (stage, done, total).
-        actions, lossy: as for ``stow``.
+        actions, lossy, offload: as for ``stow``.
 
     Returns:
         A plan: print it, save it, hand it to ``stow(model, plan=plan)``.
@@ -126,7 +130,7 @@ def plan(
     """
     search = replace(Effort.of(effort), interruptible=True)
     profile = None if device is None else find_profile(device)
-    wanted = Wanted.of(budget, policy, actions, lossy, search, profile, progress)
+    wanted = Wanted.of(budget, policy, actions, lossy, offload, search, profile, progress)
     step = make_step(model, batch, loss, optimizer, forward, keep_output)
     with users_errors():
         return plan_step(model, step, wanted)
@@ -194,6 +198,7 @@ def verify(
     progress: Progress | None = None,
     actions: Sequence[str] = ACTIONS,
     lossy: LossyLike = None,
+    offload: str | None = None,
 ) -> Verification:
     """Prove on copies that the planned step equals plain PyTorch, and measure both.
 
@@ -209,7 +214,7 @@ def verify(
     """
     made = plan
     if made is None:
-        wanted = Wanted.of(budget, policy, actions, lossy, progress=progress)
+        wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress)
         step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
         with users_errors():
             made = plan_step(model, step, wanted)

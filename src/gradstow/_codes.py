@@ -1,4 +1,4 @@
-"""Ways to keep floats in fewer bytes, as data: ``gradstow._lossy`` has the operators."""
+"""Ways to keep a value as something else, as data. The operators are in ``_lossy`` and ``offload``."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ CODES = {
     "int8": Code(8, 2, 1 / 255),
     "bf16": Code(16, 0, 1 / 256),
 }  # fewest bytes first
+
+PLACES = {
+    "disk": "in a file",
+    "host": "in the host's memory",
+}
+
+
+def about(code: str) -> str:
+    """What a code does to a value, in words."""
+    return f"{code}, {CODES[code]}" if code in CODES else PLACES[code]

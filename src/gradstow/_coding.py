@@ -1,37 +1,44 @@
-"""Which results are kept as lossy codes: what rules say, and what may pay where the user allows it."""
+"""Which results are kept as codes or elsewhere: what rules say, and what may pay where the user allows it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 
-from gradstow._codes import CODES
+from gradstow._codes import CODES, PLACES
 from gradstow._wanted import Wanted
 from gradstow.actions import Codes
 from gradstow.ir import CostTable, Op, Region, StepGraph
 from gradstow.planner import Policy, ops_of_rules
 
 _SHARES = (1.0, 0.5, 0.25)  # of what may pay, tried from all down
+_ELSEWHERE = (*CODES, "offload", *PLACES)
 
 
-def codes_of_rules(graph: StepGraph, policy: Policy) -> Codes:
-    """What the rules want as a code, by region and code. ``graph``: as captured."""
-    if not any(action in CODES for _, action in policy.rules):
+def asks_for_codes(policy: Policy) -> bool:
+    """Whether a rule wants anything kept as something else."""
+    return any(action == "compress" or action in _ELSEWHERE for _, action in policy.rules)
+
+
+def codes_of_rules(graph: StepGraph, wanted: Wanted) -> Codes:
+    """What the rules want as a code or elsewhere, by region. ``graph``: as captured."""
+    rules = wanted.policy.rules
+    if not any(action in _ELSEWHERE for _, action in rules):
         return {}
-    found: dict[str, dict[str, set[str]]] = {}
-    known = [pattern for pattern, _ in policy.rules]  # judged when the plan is made
-    for (r, i), (_, action) in ops_of_rules(graph, policy.rules, known).items():
-        if action in CODES:
+    known = [pattern for pattern, _ in rules]  # judged when the plan is made
+    found = []
+    for (r, i), (_, action) in ops_of_rules(graph, rules, known).items():
+        if action in _ELSEWHERE:
             region = graph.regions[r]
-            found.setdefault(region.fingerprint, {}).setdefault(action, set()).add(region.ops[i].name)
-    return {p: {code: frozenset(names) for code, names in codes.items()} for p, codes in found.items()}
+            code = action if action in CODES else wanted.place(action, graph.device)
+            found.append((region.fingerprint, region.ops[i].name, code))
+    return _grouped(found, {})
 
 
-def every_code(graph: StepGraph, ruled: Codes, wanted: Wanted) -> Codes:
-    """All results, of which no rule says otherwise, as the code that the user allows."""
-    assert wanted.lossy is not None, "asked for only then"
+def every_code(graph: StepGraph, ruled: Codes, wanted: Wanted, code: str) -> Codes:
+    """All results, of which no rule says otherwise, as one code."""
     bound = ops_of_rules(graph, wanted.policy.rules, [pattern for pattern, _ in wanted.policy.rules])
     found = [
-        (region.fingerprint, op.name, wanted.lossy)
+        (region.fingerprint, op.name, code)
         for r, region in enumerate(graph.regions)
         for i, op in enumerate(region.ops)
         if not op.backward and (r, i) not in bound
@@ -39,37 +46,86 @@ def every_code(graph: StepGraph, ruled: Codes, wanted: Wanted) -> Codes:
     return _grouped(found, ruled)
 
 
-def worthwhile(graph: StepGraph, costs: CostTable, bare: StepGraph, ruled: Codes) -> list[Codes]:
+def worthwhile(coded: Sequence[tuple[str, StepGraph, CostTable]], bare: StepGraph, ruled: Codes) -> Iterator[Codes]:
     """Choices of codes to plan with, from many to few, those of rules always among them.
 
-    A code is worth it where encoding and decoding take less time than the op itself takes to run again, or where it
-    must not run again. Those that free the most bytes for a second come first. ``graph`` has every result as its code,
-    ``bare`` none.
+    A code is worth it where going there and back takes less time than the op itself takes to run again, or where it
+    must not run again. Of several the fastest is taken; those that free the most bytes for a second come first. What
+    travels is tried twice: with time to get there while other ops run, and waited for at once, which needs less.
+    ``coded``: (code, the graph with every result so, its costs).
     """
     once = {(region.fingerprint, op.name) for region in bare.regions for op in region.ops if op.pinned}
     fixed = {(p, name) for p, codes in ruled.items() for names in codes.values() for name in names}
     found: dict[tuple[str, str], tuple[float, str]] = {}
-    for region in graph.regions:
-        for op, code, encode in _coded(region):
-            key = region.fingerprint, op.name
-            seconds = costs.rerun(op).seconds + costs.run(encode).seconds
-            if key not in fixed and (seconds < costs.run(op).seconds or key in once):
-                nbytes = region.storages[region.values[op.outputs[0]].storage].nbytes
-                found[key] = seconds / max(nbytes, 1), code
+    for code, graph, costs in coded:
+        for region in graph.regions:
+            for op, encode in _coded(region):
+                key = region.fingerprint, op.name
+                seconds = costs.rerun(op).seconds + sum(costs.run(o).seconds for o in encode)
+                if key not in fixed and (seconds < costs.run(op).seconds or key in once):
+                    nbytes = region.storages[region.values[op.outputs[0]].storage].nbytes
+                    found[key] = min((seconds / max(nbytes, 1), code), found.get(key, (float("inf"), "")))
     ranked = sorted(found, key=lambda key: (found[key][0], key))
-    counts = dict.fromkeys(max(1, round(share * len(ranked))) for share in _SHARES) if ranked else {}
-    return [_grouped([(*key, found[key][1]) for key in ranked[:count]], ruled) for count in counts]
+    for count in dict.fromkeys(max(1, round(share * len(ranked))) for share in _SHARES) if ranked else ():
+        chosen = _grouped([(*key, found[key][1]) for key in ranked[:count]], ruled)
+        timed = chosen
+        for _, graph, costs in coded:
+            timed = with_time(timed, graph, costs)
+        yield timed
+        if timed != chosen:
+            yield chosen
 
 
-def _coded(region: Region) -> Iterator[tuple[Op, str, Op]]:
-    """Ops whose result is decoded, with the code and the op that encodes it."""
+def _coded(region: Region) -> Iterator[tuple[Op, list[Op]]]:
+    """Ops whose result is made again from a code, with the ops that make that."""
     makers = region.producers()
     for op in region.ops:
-        if op.rerun is not None and op.rerun.code:
-            yield op, op.rerun.code, region.ops[makers[op.rerun.inputs[0]]]
+        if op.rerun is None or not op.rerun.code:
+            continue
+        encode, todo = [], list(op.rerun.inputs)
+        while todo:
+            maker = region.ops[makers[todo.pop()]]
+            if maker.lazy:
+                encode.append(maker)
+                todo += [v for v in maker.inputs if v in makers]
+        yield op, encode
 
 
-def _grouped(found: list[tuple[str, str, str]], ruled: Codes) -> Codes:
+def with_time(codes: Codes, graph: StepGraph, costs: CostTable) -> Codes:
+    """The same, and for what travels the op after which it should be there: one after the other, beside other ops."""
+    regions = {region.fingerprint: region for region in graph.regions}
+    return {
+        print_: {
+            code: names if code in CODES else frozenset(_deadlines(regions[print_], costs, names))
+            for code, names in own.items()
+        }
+        for print_, own in codes.items()
+    }
+
+
+def _deadlines(region: Region, costs: CostTable, names: Set[str]) -> Iterator[str]:
+    """``"op>later"`` for each of the ops."""
+    ways = {op.name: encode for op, encode in _coded(region)}
+    plain = {text.partition(">")[0] for text in names}
+    yield from (text for text in names if text.partition(">")[0] not in ways)
+    clock = free = 0.0
+    travelling: list[tuple[float, str]] = []
+    last = ""
+    for op in region.ops:
+        if op.backward or op.view or op.lazy:
+            continue
+        clock, last = clock + costs.run(op).seconds, op.name
+        while travelling and travelling[0][0] <= clock:
+            yield f"{travelling.pop(0)[1]}>{last}"
+        if op.name in plain and op.name in ways:
+            free = max(clock, free) + max(costs.run(o).transfer for o in ways[op.name])
+            travelling.append((free, op.name))
+    for _, name in travelling:
+        yield f"{name}>{last}" if name != last else name
+
+
+def _grouped(found: Sequence[tuple[str, str, str]], ruled: Codes) -> Codes:
+    """(region, op, code) as Codes, beside those of rules."""
     result = {p: {code: set(names) for code, names in codes.items()} for p, codes in ruled.items()}
     for region, name, code in found:
         result.setdefault(region, {}).setdefault(code, set()).add(name)

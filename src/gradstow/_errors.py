@@ -41,6 +41,10 @@ class PolicyError(GradstowError, ValueError):
     """A policy or action name that does not exist or contradicts the model."""
 
 
+class OffloadError(GradstowError, OSError):
+    """A place for offloaded values cannot be used, is full, or gave back other bytes than it was given."""
+
+
 def warn_user(text: str) -> None:
     """Warn at the line outside of gradstow and torch that led here."""
     level, frame = 1, sys._getframe(0)

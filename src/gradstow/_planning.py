@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gradstow._coding import codes_of_rules, every_code, worthwhile
+from gradstow._codes import CODES
+from gradstow._coding import asks_for_codes, codes_of_rules, every_code, with_time, worthwhile
 from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
@@ -19,6 +20,7 @@ from gradstow.actions import LOSSLESS, Action, Codes
 from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, capture, device_of, tensors
 from gradstow.cost import analytic_costs, measured_costs
 from gradstow.ir import CostTable, RegionSchedule, StepGraph
+from gradstow.offload import check_place, transfer_costs
 from gradstow.planner import make_plan, plain_step_peak, smallest_peak, store_all_peak
 
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
@@ -65,11 +67,15 @@ class Priced:
 
 def price(graph: StepGraph, wanted: Wanted) -> Priced:
     """By a profile, or measured where the cache does not know the price. What needs too much is measured smaller."""
+    texts = _signatures(graph)
+    moves = transfer_costs(texts)
+    ops = [text for text in texts if text not in moves]
     if wanted.profile is not None:
-        costs = analytic_costs(_signatures(graph), wanted.profile)
+        costs = analytic_costs(ops, wanted.profile)
     else:
         limit, say = _timing_limit(wanted.budget), partial(wanted.say, "time ops")
-        costs = measured_costs(_signatures(graph), graph.device, limit, say)
+        costs = measured_costs(ops, graph.device, limit, say)
+    costs = replace(costs, costs={**costs.costs, **moves}) if moves else costs
     return Priced(_with_room(graph, costs), costs)
 
 
@@ -77,16 +83,33 @@ def plan_captured(captured: Captured, wanted: Wanted) -> Plan:
     """Price and plan a step that is captured.
 
     Codes are tried only where storing everything does not fit, so that a large budget costs nothing, or where rules
-    ask for them. Of the plans without codes, with exact and with lossy ones the fastest is taken.
+    ask for them. Of the plans without codes, with exact ones, lossy ones and elsewhere the fastest is taken.
     """
-    ruled = codes_of_rules(captured.graph(), wanted.policy)
+    ruled = codes_of_rules(captured.graph(), wanted)
+    _check_places(ruled, wanted, captured.common.device)
     exact = LOSSLESS if "compress" in wanted.actions else ()
     bare = price(captured.graph(codes=ruled), wanted)
-    if any(action == "compress" for _, action in wanted.policy.rules):
-        return plan_priced(price(captured.graph(exact, ruled), wanted), wanted)
+    if asks_for_codes(wanted.policy):
+        return _fastest(_ruled_ways(captured, exact, ruled, wanted), wanted)
     if wanted.policy.name != "auto" or _stores_all(bare, wanted):
         return plan_priced(bare, wanted)
     return _fastest(_ways(captured, bare, exact, ruled, wanted), wanted)
+
+
+def _check_places(ruled: Codes, wanted: Wanted, device: str) -> None:
+    """Before anything takes time."""
+    found = {code for codes in ruled.values() for code in codes if code not in CODES} | {wanted.offload}
+    for place in sorted(place for place in found if place is not None):
+        check_place(place, device)
+
+
+def _ruled_ways(captured: Captured, exact: Sequence[Action], ruled: Codes, wanted: Wanted) -> Iterator[Priced]:
+    """What rules ask for, with time for what travels, and without."""
+    found = price(captured.graph(exact, ruled), wanted)
+    timed = with_time(ruled, found.graph, found.costs)
+    if timed != ruled:
+        yield price(captured.graph(exact, timed), wanted)
+    yield found
 
 
 def _ways(captured: Captured, bare: Priced, exact: Sequence[Action], ruled: Codes, wanted: Wanted) -> Iterator[Priced]:
@@ -95,9 +118,10 @@ def _ways(captured: Captured, bare: Priced, exact: Sequence[Action], ruled: Code
     if any(op.lazy for region in coded.graph.regions for op in region.ops):
         yield coded
     yield bare
-    if wanted.lossy is not None:
-        every = price(captured.graph(exact, every_code(bare.graph, ruled, wanted)), wanted)
-        for codes in worthwhile(every.graph, every.costs, bare.graph, ruled):
+    allowed = [code for code in (wanted.lossy, wanted.offload) if code is not None]
+    every = [(c, price(captured.graph(exact, every_code(bare.graph, ruled, wanted, c)), wanted)) for c in allowed]
+    for some in ([item] for item in every) if len(every) < 2 else (every[:1], every[1:], every):
+        for codes in worthwhile([(code, p.graph, p.costs) for code, p in some], bare.graph, ruled):
             yield price(captured.graph(exact, codes), wanted)
 
 

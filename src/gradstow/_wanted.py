@@ -9,6 +9,7 @@ from gradstow._errors import PolicyError
 from gradstow._units import Budget, parse_budget
 from gradstow.actions import code_for
 from gradstow.cost import Profile
+from gradstow.offload import parse_place
 from gradstow.planner import Effort, Policy
 
 Progress = Callable[[str, int, int], None]
@@ -26,6 +27,7 @@ class Wanted:
         budget: None plans without a limit.
         actions: what the planner may use.
         lossy: the code that it may use where numbers need not be exact, or None.
+        offload: the place where values may wait for the backward, or None.
         profile: of a device that is not here.
     """
 
@@ -33,6 +35,7 @@ class Wanted:
     policy: Policy = field(default_factory=Policy)
     actions: tuple[str, ...] = ACTIONS
     lossy: str | None = None
+    offload: str | None = None
     effort: Effort = field(default_factory=Effort)
     profile: Profile | None = None
     progress: Progress | None = None
@@ -43,6 +46,7 @@ class Wanted:
         policy: PolicyLike = "auto",
         actions: Sequence[str] = ACTIONS,
         lossy: LossyLike = None,
+        offload: str | None = None,
         effort: str | Effort = "normal",
         profile: Profile | None = None,
         progress: Progress | None = None,
@@ -57,6 +61,7 @@ class Wanted:
             policy=Policy.of(policy),
             actions=_checked(actions),
             lossy=None if lossy is None else code_for(lossy),
+            offload=None if offload is None else parse_place(offload),
             effort=Effort.of(effort),
             profile=profile,
             progress=progress,
@@ -65,6 +70,13 @@ class Wanted:
     def limited(self, budget: Budget | None) -> Wanted:
         """The same for another budget."""
         return replace(self, budget=budget)
+
+    def place(self, action: str, device: str) -> str:
+        """Where a rule's "offload", "disk" or "host" sends values."""
+        if action != "offload":
+            same = self.offload is not None and self.offload.partition(":")[0] == action
+            return str(self.offload) if same else action
+        return self.offload or ("disk" if device == "cpu" else "host")
 
     def say(self, stage: str, done: int, total: int) -> None:
         if self.progress is not None:

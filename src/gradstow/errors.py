@@ -5,8 +5,9 @@ from gradstow._errors import (
     BudgetTooSmall,
     CaptureError,
     GradstowError,
+    OffloadError,
     PolicyError,
     StalePlan,
 )
 
-__all__ = ["BudgetError", "BudgetTooSmall", "CaptureError", "GradstowError", "PolicyError", "StalePlan"]
+__all__ = ["BudgetError", "BudgetTooSmall", "CaptureError", "GradstowError", "OffloadError", "PolicyError", "StalePlan"]

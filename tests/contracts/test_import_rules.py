@@ -34,7 +34,7 @@ FILES = [
     "_verify",
     "__main__",
 ]
-ROOMS = ["actions", "capture", "cli", "cost", "distributed", "execute", "integrations", "ir", "layers"]
+ROOMS = ["actions", "capture", "cli", "cost", "distributed", "execute", "integrations", "ir", "layers", "offload"]
 ROOMS += ["planner", "report", "train"]
 ALLOWED = [
     ("_units", "_errors"),

@@ -16,10 +16,12 @@ from graphs import (
     MIB,
     Sketch,
     chain,
+    coded,
     costs_of,
     diamond,
     dropout,
     elementwise,
+    kept_as_code,
     script,
     step,
     storages_of,
@@ -305,6 +307,36 @@ def test_what_rules_come_to_is_reported() -> None:
     assert random.solver["rules"] == [
         "bernoulli=recompute holds for 1 values, 1 of them cannot be made again and are stored"
     ]
+
+
+def test_what_is_kept_as_a_code_is_not_kept_itself() -> None:
+    graph = kept_as_code()
+    plan = make_plan(graph, costs_of(graph), step_budget=None, budget="", policy={"g": "int4", "f": "int4"})
+    region = graph.regions[0]
+    assert [v.name for v in region.values if v.storage in plan.schedule.regions[0].kept] == ["f", "encode"]
+    assert plan.lossy == {"int4": 1}
+    assert plan.rerun_ops == 0, "decoding is no recomputation"
+    assert plan.saved_bytes == MIB + MIB // 8
+    assert plan.plain_saved_bytes == 2 * MIB
+    assert plan.solver["rules"] == [
+        "g=int4 holds for 1 values",
+        "f=int4 holds for 1 values, 1 of them have no such code and are planned as without the rule",
+    ]
+
+
+def test_a_code_cannot_be_stored_as_it_was() -> None:
+    graph = kept_as_code()
+    plan = make_plan(graph, costs_of(graph), step_budget=None, budget="", policy={"g": "store"})
+    assert plan.solver["rules"] == ["g=store holds for 1 values, 1 of them are only ever kept as a code"]
+
+
+def test_a_rule_for_an_exact_code_binds() -> None:
+    graph = coded()
+    (rule, kept) = ({"f": "compress"}, ["encode"])
+    plan = make_plan(graph, costs_of(graph), step_budget=None, budget="", policy=rule)
+    assert [v.name for v in graph.regions[0].values if v.storage in plan.schedule.regions[0].kept] == kept
+    assert plan.solver["rules"] == ["f=compress holds for 1 values"]
+    assert plan.lossy == {}
 
 
 def test_selective_stores_what_is_expensive() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from graphs import (
     chain,
     dropout,
     elementwise,
+    kept_as_code,
     scaled,
     storages_of,
     two_regions_and_loss,
@@ -211,6 +213,8 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
         lambda: rerun_with(batch_norm(), inputs=["g"], outputs=["bn.0"]),
         lambda: rerun_with(batch_norm(), inputs=["t"], outputs=["bbn"], op="bbn"),
         lambda: with_op(batch_norm(), 0, "bn", pinned="draws random numbers"),
+        lambda: with_code(pinned=""),
+        lambda: with_op(kept_as_code(), 0, "g", pinned="draws random numbers"),
     ],
     "results": [
         lambda: with_region(chain(), 0, outputs=(value(chain(), "t"),)),
@@ -225,6 +229,11 @@ BROKEN: dict[str, list[Callable[[], StepGraph]]] = {
         lambda: twins(inputs=(value(chain(), "f1"),)),
     ],
 }
+
+
+def with_code(**fields: Any) -> StepGraph:
+    """A graph whose code is changed."""
+    return with_op(kept_as_code(), 0, "encode", **fields)
 
 
 def storage_origin(name: str) -> tuple[int, int]:

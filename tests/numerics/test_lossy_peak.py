@@ -29,7 +29,7 @@ def peak(model: torch.nn.Module) -> int:
 
 def test_rules() -> None:
     plain = net()
-    stowed = gs.stow(copy.deepcopy(plain), policy="gelu=int4,linear=int4,dropout=compress")
+    stowed = gs.stow(copy.deepcopy(plain), policy="*=int4")
     peaks = peak(plain), peak(stowed)
     plan = plan_of(stowed)
     assert plan is not None

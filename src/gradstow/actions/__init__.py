@@ -1,22 +1,35 @@
 """What can be done with a value beside keeping it and making it again: one final class per file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from gradstow._codes import CODES
 from gradstow.actions._bits import Bits
-from gradstow.actions._lossy import Codes, Lossy, code_for
+from gradstow.actions._lossy import Lossy, code_for
 from gradstow.actions._narrow import Narrow
 from gradstow.actions._offer import Action, Decode, Offers
+from gradstow.actions._offload import Offload
 from gradstow.actions._pool import PoolSizes
 from gradstow.actions._relu import ReluBits
 
 # in this order: once pooling does not read its input any more, its ReLU may be alone to read it
 LOSSLESS: tuple[Action, ...] = (PoolSizes(), ReluBits(), Narrow(), Bits())
+Codes = Mapping[str, Mapping[str, frozenset[str]]]  # region's fingerprint → code or place → names of ops
 
 
 def named(names: Iterable[str]) -> tuple[Action, ...]:
     """Actions by their names, as a plan holds them."""
     exact = {action.name: action for action in LOSSLESS}
-    return tuple(exact.get(name) or Lossy.of(name) for name in names)
+    return tuple(exact.get(name) or _chosen(name) for name in names)
 
 
-__all__ = ["LOSSLESS", "Action", "Codes", "Decode", "Lossy", "Offers", "code_for", "named"]
+def _chosen(name: str) -> Action:
+    code, _, ops = name.rpartition("@")
+    return kept_as(code, frozenset(ops.split(",")))
+
+
+def kept_as(code: str, ops: frozenset[str]) -> Action:
+    """What keeps the results of some ops as a code, or in another place."""
+    return Lossy(code, ops) if code in CODES else Offload(code, ops)
+
+
+__all__ = ["LOSSLESS", "Action", "Codes", "Decode", "Offers", "code_for", "kept_as", "named"]

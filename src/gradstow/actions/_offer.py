@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -64,6 +65,24 @@ class Offers:
         """The backward nodes that read the node itself."""
         return [user for user in node.users if user in self.backward]
 
+    def op_of(self, node: fx.Node) -> fx.Node:
+        """The op whose result the node holds."""
+        source = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(source, fx.Node)
+        return source
+
+    def first_result(self, node: fx.Node) -> bool:
+        """Whether the node holds the first result of its op: others are statistics, indices, states."""
+        if node.target is operator.getitem:
+            return bool(node.args[1] == 0)
+        return not isinstance(node.meta.get("val"), (tuple, list))
+
+    def replaceable(self, node: fx.Node) -> bool:
+        """Whether the node is an op's first result, the whole of memory that is ours, and nothing stands for it yet."""
+        value = node.meta.get("val")
+        large = isinstance(value, torch.Tensor) and value.numel() * value.element_size() >= SMALLEST and dense(value)
+        return large and self.first_result(node) and self.owns(node) and self.op_of(node) not in self.decodes
+
     def alone(self, node: fx.Node) -> bool:
         """Whether no other value lies on the node's memory and nobody outside is given it."""
         return node not in self.outputs and self._lying[node.meta["val"].untyped_storage()._cdata] == 1
@@ -114,6 +133,28 @@ class Action(ABC):
     @abstractmethod
     def emit(self, offers: Offers, node: fx.Node) -> None:
         """Put the ops in for one of them."""
+
+
+class Replacement(Action):
+    """Something kept in a value's place, of which alone the backward gets it again.
+
+    Args:
+        code: what is kept, or where.
+        chosen: names of ops in the captured graph, some as ``"op>later"``.
+    """
+
+    def __init__(self, code: str, chosen: frozenset[str]) -> None:
+        self.code = code
+        self.until = {name: later for name, _, later in (text.partition(">") for text in chosen)}
+        self.name = f"{code}@{','.join(sorted(chosen))}"
+
+    def offer(self, offers: Offers) -> list[fx.Node]:
+        nodes = [n for n in offers.forward_calls() if offers.op_of(n).name in self.until]
+        return [n for n in nodes if offers.replaceable(n) and self.fits(n.meta["val"])]
+
+    @abstractmethod
+    def fits(self, value: torch.Tensor) -> bool:
+        """Whether such a tensor, dense and the whole of its memory, can be replaced."""
 
 
 def dense(value: torch.Tensor) -> bool:

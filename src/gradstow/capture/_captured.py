@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradstow._errors import CaptureError
-from gradstow.actions import Action, Codes, Lossy
+from gradstow.actions import Action, Codes, kept_as
 from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._model import device_of, existing_gradients, resident_bytes, weights_signature
 from gradstow.capture._normalize import normalize
@@ -58,7 +58,7 @@ class Captured:
         return replace(self, common=replace(self.common, versions={**self.common.versions, "compiling": "told"}))
 
     def graph(self, actions: Sequence[Action] = (), codes: Codes = NO_CODES) -> StepGraph:
-        """``codes``: for some regions, by fingerprint, which ops' results are kept as which lossy code."""
+        """``codes``: for some regions, by fingerprint, which ops' results are kept as which code, or where."""
         last = max(i for i, r in enumerate(self.order) if r.compiled.managed)
         regions = [
             # the loss itself is always held: backward() is called on it
@@ -73,7 +73,7 @@ class Captured:
     ) -> Region:
         graph = record.compiled
         print_ = fingerprint(graph.joint, graph.num_forward_outputs)
-        lossy = [Lossy(code, names) for code, names in codes.get(print_, {}).items()]
+        chosen = [kept_as(code, names) for code, names in codes.get(print_, {}).items()]
         return build_region(
             normalize(graph.joint, record.mask if record.ran_backward else None),
             graph.num_forward_outputs,
@@ -86,7 +86,7 @@ class Captured:
             device=self.common.device,
             changed=_changed(record, self.order),
             mutated=graph.mutated,
-            actions=(*actions, *lossy),
+            actions=(*actions, *chosen),
         ).region
 
 

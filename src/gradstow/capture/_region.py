@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradstow._codes import CODES
 from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
 from gradstow.actions import Action, Offers
@@ -197,7 +198,8 @@ class _Builder:
         # only now, when a code has its number, too, that is made after what it is the code of
         again = [replace(op, rerun=self._rerun(n, op.outputs)) for n, op in zip(ordered, made, strict=True)]
         ops = _pin_readers_of_changed(tuple(again), self.values)
-        ops = _pin_decisions(ops, self.values) if self.offers.decodes else ops
+        lossy = any(decode.code in CODES for decode in self.offers.decodes.values())
+        ops = _pin_decisions(ops, self.values) if lossy else ops
         region = Region(
             name=name,
             storages=tuple(self.storages),

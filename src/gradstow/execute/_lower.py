@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import fx
 
+from gradstow._codes import PLACES
 from gradstow.capture import JointGraph, OutputRef, is_tangent
 from gradstow.ir import Deliver, Free, RegionSchedule, Run, StorageKind
+from gradstow.offload import arrived
 
 Victims = dict[fx.Node, fx.Node]
 
@@ -91,6 +93,7 @@ class _Emitter:
         self.values = {n: v for v, n in enumerate(joint.value_nodes) if n is not None}
         self.victims: Victims = {}
         self.delivered: dict[int, fx.Node] = {}
+        self.coming: dict[int, fx.Node] = {}  # storage → what is being fetched into it
         self.on: dict[int, list[int]] = {}  # storage → its values
         for value, item in enumerate(joint.region.values):
             self.on.setdefault(item.storage, []).append(value)
@@ -104,12 +107,15 @@ class _Emitter:
 
     def free(self, storage: int) -> None:
         """What comes after is another life: it must be made anew."""
+        self.coming.pop(storage, None)
         for value in self.on.get(storage, ()):
             self.env.pop(value, None)
 
     def emit(self, event: Run, *, again: bool) -> None:
         op, source = self.joint.region.ops[event.op], self.joint.op_nodes[event.op]
         call = self.joint.reruns.get(source) if again else None
+        if not op.view:
+            self._await(op.inputs if call is None or op.rerun is None else op.rerun.inputs)
         if call is None:
             node = self.graph.node_copy(source, lambda n: self.env[self.values[n]])
             outputs = [(self._position(v), v) for v in op.outputs]
@@ -120,6 +126,8 @@ class _Emitter:
             vals = [made[i] for i in call.outputs]
             node.meta = {**source.meta, "val": vals[0] if len(vals) == 1 else tuple(vals)}
             outputs = [(k, op.outputs[i]) for k, i in enumerate(call.outputs)]
+            if call.code in PLACES:
+                self.coming[self.joint.region.values[op.outputs[0]].storage] = node
         if isinstance(node.meta.get("val"), (tuple, list)):
             self._unpack(node, outputs)
         elif outputs:
@@ -127,6 +135,12 @@ class _Emitter:
         if event.reuse >= 0:
             self.victims[node] = self.env[event.reuse]
             self.free(self.joint.region.values[event.reuse].storage)
+
+    def _await(self, values: tuple[int, ...]) -> None:
+        """Before an op reads them: what is still being fetched must be there."""
+        for storage in dict.fromkeys(self.joint.region.values[v].storage for v in values):
+            if storage in self.coming:
+                self.graph.call_function(arrived, (self.coming.pop(storage),))
 
     def _position(self, value: int) -> int:
         """Where the value stands among its op's outputs (absent outputs count)."""
@@ -157,7 +171,7 @@ class _Emitter:
         old = self.joint.module.graph.output_node().meta
         if "desc" in old:
             output.meta["desc"] = [None] * len(outputs)
-        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is deliver)
+        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in (deliver, arrived))
         self.graph.lint()
         return fx.GraphModule(self.joint.module, self.graph)
 

@@ -17,11 +17,13 @@ class OpCost:
         seconds: wall time of the call, the least of a few runs (what else runs on the machine only adds).
         working_bytes: peak of the allocator while it runs, less its outputs.
         how: "measured", "extrapolated" (measured smaller, scaled up), or "unknown".
+        transfer: seconds until what it makes is there, beside what else runs meanwhile; 0 for ops that compute.
     """
 
     seconds: float
     working_bytes: int = 0
     how: str = "measured"
+    transfer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,15 @@ class CostTable:
         return {
             "device": self.device,
             "threads": self.threads,
-            "costs": {key: [c.seconds, c.working_bytes, c.how] for key, c in self.costs.items()},
+            "costs": {
+                key: [c.seconds, c.working_bytes, c.how] + ([c.transfer] if c.transfer else [])
+                for key, c in self.costs.items()
+            },
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CostTable:
-        costs = {key: OpCost(float(s), int(w), str(h)) for key, (s, w, h) in data["costs"].items()}
+        costs = {key: OpCost(float(s), int(w), str(h), *more) for key, (s, w, h, *more) in data["costs"].items()}
         return CostTable(costs, data["device"], data["threads"])
 
 

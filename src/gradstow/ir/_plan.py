@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
+from gradstow._codes import CODES
 from gradstow._errors import StalePlan
 from gradstow.ir._cost import CostTable
 from gradstow.ir._graph import StepGraph
@@ -128,7 +129,7 @@ class PlanData:
         """How many values are kept as which code that is not exact."""
         again = {(m.region, m.op) for m in self.timeline.moments if m.recompute}
         reruns = [self.graph.regions[r].ops[op].rerun for r, op in sorted(again)]
-        return dict(Counter(rerun.code for rerun in reruns if rerun is not None and rerun.code))
+        return dict(Counter(rerun.code for rerun in reruns if rerun is not None and rerun.code in CODES))
 
     def to_json(self) -> dict[str, Any]:
         return {

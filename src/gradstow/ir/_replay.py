@@ -20,6 +20,18 @@ class Moment:
     during_bytes: int
     after_bytes: int
     seconds: float
+    wait: float = 0.0  # seconds before it for what it reads and what is still on its way
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A value on its way to another place or back, in seconds from the start of the step."""
+
+    region: int
+    op: int
+    back: bool
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +41,13 @@ class Timeline:
     Attributes:
         live_at_peak: (region, storage) of what is alive at the moment of the peak.
         end_bytes: alive after the backward: gradients, and outputs that the caller holds.
+        transfers: what travels beside the ops, one after the other.
     """
 
     moments: tuple[Moment, ...]
     live_at_peak: tuple[tuple[int, int], ...]
     end_bytes: int
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -45,7 +59,12 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        return sum(m.seconds for m in self.moments)
+        return sum(m.seconds + m.wait for m in self.moments)
+
+    @property
+    def wait_seconds(self) -> float:
+        """What ops wait for transfers."""
+        return sum(m.wait for m in self.moments)
 
     @property
     def recompute_seconds(self) -> float:
@@ -69,7 +88,7 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: boo
     peak = max(range(len(walk.moments)), key=lambda i: walk.moments[i].during_bytes, default=-1)
     again = _Walk(graph, costs, plain, look_at=peak)  # a list of what is alive at every moment would grow as n²
     again.step(schedule)
-    return Timeline(tuple(walk.moments), again.seen, walk.live - graph.outside_bytes)
+    return Timeline(tuple(walk.moments), again.seen, walk.live - graph.outside_bytes, tuple(walk.transfers))
 
 
 Key = tuple[int, int]
@@ -85,6 +104,9 @@ class _Walk:
         self.live = graph.outside_bytes
         self.seen: tuple[Key, ...] = ()  # what is alive at moment ``look_at``
         self.last_reader = _last_readers(graph)
+        self.clock = self.free = 0.0  # seconds: now, and when the last transfer ends
+        self.due: dict[Key, float] = {}  # when what is on its way is there
+        self.transfers: list[Transfer] = []
 
     def step(self, schedule: Schedule) -> None:
         for r in range(len(self.graph.regions)):
@@ -187,7 +209,25 @@ class _Walk:
         for key in made:
             if key not in twice:
                 self.hold(key, who)
-        self._note(r, event.op, backward, recompute, self.live + transient + cost.working_bytes, cost.seconds)
+        wait = self._wait(r, region, op, recompute)
+        self.clock += wait + cost.seconds
+        if cost.transfer:
+            self._transfer(r, event.op, made, recompute, cost.transfer)
+        self._note(r, event.op, backward, recompute, self.live + transient + cost.working_bytes, cost.seconds, wait)
+
+    def _wait(self, r: int, region: Region, op: Op, recompute: bool) -> float:
+        """Seconds until all that the op reads has arrived."""
+        if not self.due or op.view:
+            return 0.0
+        read = op.rerun.inputs if recompute and op.rerun is not None else op.inputs
+        there = [self.due.pop(self.key(r, region.values[v].storage), 0.0) for v in read]
+        return max(0.0, max(there, default=0.0) - self.clock)
+
+    def _transfer(self, r: int, op: int, made: list[Key], back: bool, seconds: float) -> None:
+        start = max(self.clock, self.free)
+        self.free = start + seconds
+        self.due.update((key, self.free) for key in made)
+        self.transfers.append(Transfer(r, op, back, start, self.free))
 
     def _made(self, r: int, region: Region, op: Op, recompute: bool) -> list[Key]:
         outputs = op.rerun.outputs if recompute and op.rerun is not None else op.outputs
@@ -195,8 +235,10 @@ class _Walk:
         made = dict.fromkeys(region.values[v].storage for v in outputs)
         return [self.key(r, s) for s in made if s not in read]
 
-    def _note(self, r: int, op: int, backward: bool, recompute: bool, during: int, seconds: float) -> None:
-        self.moments.append(Moment(r, op, backward, recompute, during, self.live, seconds))
+    def _note(
+        self, r: int, op: int, backward: bool, recompute: bool, during: int, seconds: float, wait: float = 0.0
+    ) -> None:
+        self.moments.append(Moment(r, op, backward, recompute, during, self.live, seconds, wait))
         if len(self.moments) - 1 == self.look_at:
             self.seen = tuple(self.holders)
 

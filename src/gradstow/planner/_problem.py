@@ -19,7 +19,7 @@ class Node:
 
     ``delivers``: gradients that autograd gets once it has run, and that nobody may write over after that.
     A ``lazy`` one runs in the forward only where something that is kept, or read there, comes of it. One that
-    ``decodes`` makes its output again from a code that was made of it.
+    ``decodes`` makes its output again from a code that was made of it; ``transfer`` seconds pass until that is there.
     What a node with a ``scope`` reads or makes lives at least until the last node of that scope has run.
     """
 
@@ -38,6 +38,7 @@ class Node:
     delivers: tuple[int, ...] = ()
     lazy: bool = False
     decodes: bool = False
+    transfer: float = 0.0
     scope: int = -1
 
 
@@ -208,7 +209,7 @@ def _set_again(
     else:
         node.again_inputs = numbers(op.rerun.inputs)
         node.again_outputs = numbers(op.rerun.outputs)
-        node.decodes = bool(op.rerun.code)
+        node.decodes, node.transfer = bool(op.rerun.code), cost.transfer
     if cost.how == "unknown":
         node.pinned = True
 

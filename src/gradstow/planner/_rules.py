@@ -6,13 +6,13 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 
-from gradstow._codes import CODES
+from gradstow._codes import CODES, PLACES
 from gradstow._errors import PolicyError
 from gradstow.ir import Op, Region, StepGraph
 from gradstow.planner._problem import Problem
 
 Rules = tuple[tuple[str, str], ...]  # (pattern, action)
-ACTIONS = ("store", "recompute", "compress", *CODES)
+ACTIONS = ("store", "recompute", "compress", *CODES, "offload", *PLACES)
 HOW = (
     'Write a name ("auto", "store-all", "recompute-all", "sqrt", "selective"), or rules such as '
     '{"relu": "recompute", "layer3.*": "store"}.'
@@ -98,11 +98,10 @@ def _bind(problem: Problem, s: int, action: str, codes: Mapping[int, int]) -> bo
         if s in problem.remaker:
             problem.never.add(s)
         return s in problem.remaker
-    if action == "compress" and s in codes:
+    if s in codes:  # of indices and masks also where a rule names a code for floats
         problem.never.add(s)
         problem.remaker.pop(codes[s], None)
-        return True
-    return action != "compress" and s in problem.never
+    return s in problem.never
 
 
 def _exact_codes(problem: Problem) -> dict[int, int]:
@@ -123,7 +122,7 @@ def _note(pattern: str, action: str, matched: int, failed: int) -> str:
     if not matched:
         return f"{pattern}={action} matches nothing, or later rules win everywhere"
     instead = {
-        "store": "are only ever kept as a code",
+        "store": "are only ever kept as a code or elsewhere",
         "recompute": "cannot be made again and are stored",
     }.get(action, "have no such code and are planned as without the rule")
     why = f", {failed} of them {instead}" if failed else ""

@@ -12,6 +12,7 @@ from gradstow.planner import _small
 from gradstow.planner._evaluate import Order, Outcome, evaluate, expand
 from gradstow.planner._minimum import Minimum, minimum
 from gradstow.planner._policies import Policy, kept_by_policy
+from gradstow.planner._prefetch import prefetched
 from gradstow.planner._problem import Problem, build_problem
 from gradstow.planner._program import Stages
 from gradstow.planner._rules import apply_rules
@@ -58,7 +59,8 @@ def make_plan(
         problem.remaker = {s: node for s, node in problem.remaker.items() if node.lazy or node.decodes}
     notes = apply_rules(problem, wanted.rules, known_ops)
     decision = _decide_replayed(problem, step_budget, wanted.name, Effort.of(effort))
-    schedule = schedule_of(problem, decision.order)
+    order = prefetched(problem, decision.order, step_budget)
+    schedule = schedule_of(problem, order)
     check_schedule(graph, schedule)
     plan = kind(
         graph=graph,

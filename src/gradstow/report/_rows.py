@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradstow._codes import CODES
+from gradstow._codes import PLACES, about
 from gradstow._units import format_bytes, format_seconds
 from gradstow.ir import Op, PlanData, Region, StorageKind
 from gradstow.report._names import module_path, short_target
 
 Key = tuple[int, int]
-DECISIONS = ("store", "recompute", "compress", "output", "free")
+DECISIONS = ("store", "recompute", "compress", "offload", "output", "free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Row:
         name: name of the value in the captured graph.
         nbytes: bytes of its storage.
         decision: "store" (kept from the forward to the backward), "recompute" (made again in the
-            backward), "compress" (something smaller is kept, and read or decoded in the backward), "output" (the
-            caller holds it anyway), "free" (the backward does not need it).
+            backward), "compress" (something smaller is kept, and read or decoded in the backward), "offload" (it waits
+            elsewhere), "output" (the caller holds it anyway), "free" (the backward does not need it).
         reason: why, in a few words.
         shape, dtype, op, module, source: what it is, and which line of the model makes it.
         seconds: what making it again costs once, by its own op alone; 0 where that cannot be.
@@ -134,7 +134,7 @@ class _View:
     def _row(self, r: int, storage: int, op: Op, value: int) -> Row:
         region, key = self.regions[r], (r, storage)
         nbytes, made = region.storages[storage].nbytes, region.values[value]
-        decision = self._decision(key)
+        decision = self._decision(key, op)
         obstacle = self._obstacle(region, op, value)
         return Row(
             region=region.name,
@@ -151,13 +151,13 @@ class _View:
             reruns=self.again.get(key, 0),
         )
 
-    def _decision(self, key: Key) -> str:
+    def _decision(self, key: Key, op: Op) -> str:
         if key in self.held:
             return "output"
         if key in self.kept:
             return "store"
         if self.codes.get(key) in self.kept:
-            return "compress"
+            return "offload" if op.rerun is not None and op.rerun.code in PLACES else "compress"
         return "recompute" if key in self.again else "free"
 
     def _obstacle(self, region: Region, op: Op, value: int) -> str:
@@ -177,9 +177,13 @@ class _View:
             return "held by the caller"
         if decision == "free":
             return "not needed by the backward"
+        if decision == "offload":
+            assert op.rerun is not None, "it says where"
+            price = format_seconds(self.plan.costs.rerun(op).seconds)
+            return f"waits {about(op.rerun.code)}, back in {price}"
         if decision == "compress":
             r, code = self.codes[key]
-            how = f"{op.rerun.code}, {CODES[op.rerun.code]}" if op.rerun is not None and op.rerun.code else "exactly"
+            how = about(op.rerun.code) if op.rerun is not None and op.rerun.code else "exactly"
             return f"kept as {format_bytes(self.regions[r].storages[code].nbytes)}, {how}"
         if decision == "store" and obstacle:
             return obstacle

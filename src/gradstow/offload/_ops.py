@@ -1,0 +1,107 @@
+"""Operators that move a value to another place and back, while others run. A ticket stands for it meanwhile.
+
+``gradstow::send`` takes a dense tensor, the whole of its memory, starts to write it and returns a ticket: eight bytes
+on the CPU. ``gradstow::sent`` waits until it is written; only then its memory may be given up. What ``sent`` returns
+is the ticket for the way back, and the slot is free again when nobody holds it any more. ``gradstow::fetch`` makes a
+tensor of the same layout and starts to read into it, as often as wanted; ``arrived`` waits for that, and must be
+called before anything reads the tensor. Exact: the bytes come back as they were, and a checksum says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gradstow.offload._store import Slot, Store, store_in
+
+_LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
+# the tag says what a random op's says: not to be run again
+_LIBRARY.define("send(Tensor x, str place) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_LIBRARY.define("sent(Tensor x, Tensor ticket) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_LIBRARY.define("fetch(Tensor ticket, str place, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor")
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A value that is on its way, or there. ``holders``: tickets for it."""
+
+    store: Store
+    writing: Future[Slot]
+    holders: int = 0
+
+
+_numbers = itertools.count(1)
+_values: dict[int, _Sent] = {}
+_reading: dict[int, Future[None]] = {}  # address of memory → what is read into it
+_lock = threading.Lock()
+
+
+def _send(x: torch.Tensor, place: str) -> torch.Tensor:
+    store = store_in(place)
+    number = next(_numbers)
+    _values[number] = _Sent(store, store.worker.submit(store.write, _bytes(x)))
+    return _ticket(number)
+
+
+def _sent(x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
+    number = int(ticket)
+    _values[number].writing.result()
+    return _ticket(number)
+
+
+def _ticket(number: int) -> torch.Tensor:
+    held = np.array([number])
+    with _lock:
+        _values[number].holders += 1
+    weakref.finalize(held, _let_go, number).atexit = False
+    return torch.from_numpy(held)  # the tensor's memory holds the array, and so do all its views
+
+
+def _let_go(number: int) -> None:
+    with _lock:
+        value = _values[number]
+        value.holders -= 1
+        if value.holders:
+            return
+        del _values[number]
+    value.writing.add_done_callback(lambda done: None if done.exception() else value.store.free(done.result()))
+
+
+def _fetch(
+    ticket: torch.Tensor, place: str, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    x = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    value = _values[int(ticket)]
+    reading = value.store.worker.submit(value.store.read, value.writing.result(), _bytes(x))
+    _reading[x.data_ptr()] = reading
+    return x
+
+
+def arrived(x: torch.Tensor) -> None:
+    """Wait for what ``fetch`` reads into this tensor's memory.
+
+    Raises:
+        OffloadError: it cannot be read, or is not what was written.
+    """
+    reading = _reading.pop(x.untyped_storage().data_ptr(), None)
+    if reading is not None:
+        reading.result()
+
+
+def _bytes(x: torch.Tensor) -> np.ndarray:
+    """The memory of a dense tensor."""
+    flat = x.detach().as_strided((x.numel(),), (1,))
+    return flat.numpy() if x.dtype == torch.uint8 else flat.view(torch.uint8).numpy()
+
+
+for _name, _function in (("send", _send), ("sent", _sent), ("fetch", _fetch)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+send = torch.ops.gradstow.send.default
+sent = torch.ops.gradstow.sent.default
+fetch = torch.ops.gradstow.fetch.default

@@ -1,0 +1,72 @@
+"""Where values can go: ``"disk"``, ``"disk:/path"``, or ``"host"`` for a model on an accelerator."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from gradstow._codes import PLACES
+from gradstow._errors import OffloadError, PolicyError
+
+
+def parse_place(text: object) -> str:
+    """The place in its canonical form, with an absolute path.
+
+    Raises:
+        PolicyError: no such place.
+    """
+    kind, colon, folder = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if kind not in PLACES or (colon and (kind != "disk" or not folder)):
+        raise PolicyError(
+            f'offload={text!r} is no place. Give "disk" (the folder for temporary files), "disk:/path/to/folder", or '
+            '"host" for the memory of the machine that the accelerator is in.'
+        )
+    return f"disk:{Path(folder).expanduser().absolute()}" if colon else kind
+
+
+def folder_of(place: str) -> Path:
+    """The folder of a place on disk."""
+    folder = place.partition(":")[2]
+    return Path(folder) if folder else Path(tempfile.gettempdir())
+
+
+def check_place(place: str, device: str) -> None:
+    """Refuse a place that cannot take anything, before anything is planned.
+
+    Raises:
+        OffloadError: it is no folder, cannot be written to, or is the memory that the model is in anyway.
+    """
+    if place == "host":
+        if device == "cpu":
+            raise OffloadError(
+                "the model is on the CPU, so its values are in host memory already: offloading there frees nothing. "
+                'Use offload="disk", or put the model on an accelerator.'
+            )
+        return
+    folder = folder_of(place)
+    if not folder.is_dir():
+        raise OffloadError(f"offload={place!r}: {folder} is no folder. Make it, or name another: offload='disk:/path'.")
+    try:
+        os.close(open_unnamed(folder))
+    except OSError as error:
+        raise OffloadError(
+            f"offload={place!r}: no file can be made in {folder} ({error.strerror}). Name a folder that can be "
+            "written to: offload='disk:/path'."
+        ) from error
+
+
+def open_unnamed(folder: Path) -> int:
+    """A file without a name, which the system removes when this process ends, however it ends."""
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+    handle, name = tempfile.mkstemp(prefix="gradstow-", dir=folder)
+    os.unlink(name)
+    return handle
+
+
+_NO_TMPFILE = {getattr(__import__("errno"), name) for name in ("EOPNOTSUPP", "EISDIR", "EINVAL", "ENOENT")}

@@ -1,0 +1,273 @@
+"""Values that wait on disk: the bytes that come back, and everything that can happen to the file."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradstow as gs
+from equality import differences
+from gradstow._stow import is_stowed, plan_of
+from gradstow.errors import BudgetTooSmall, OffloadError, PolicyError
+from gradstow.offload import arrived, bandwidth_of, fetch, send, sent, store_in
+from twins import assert_equal_twins, data, steps
+
+KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.uint8]
+LAYOUTS = {
+    "empty": torch.empty(0, 3),
+    "one": torch.tensor(7.0),
+    "odd": torch.arange(1001.0),
+    "pages": torch.randn(5000, 33, generator=torch.Generator().manual_seed(0)),
+    "transposed": torch.arange(60.0).view(6, 10).t(),
+    "channels last": torch.arange(630.0).view(2, 5, 7, 9).to(memory_format=torch.channels_last),
+    "nan and inf": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]),
+}
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.2)) for _ in range(4))
+    return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(64)).train()
+
+
+def loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+    return model(data(128, 64, seed=step)).square().mean()
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bytes_come_back(layout: str, dtype: torch.dtype) -> None:
+    x = LAYOUTS[layout].nan_to_num().to(dtype) if not dtype.is_floating_point else LAYOUTS[layout].to(dtype)
+    store = store_in("disk")
+    before = store.used_bytes
+    leaving = send(x, "disk")
+    view = sent(x, leaving).detach().view(1)
+    del leaving
+    assert store.used_bytes > before or x.numel() == 0
+    for _ in range(2):
+        got = fetch(view, "disk", list(x.shape), list(x.stride()), x.dtype, x.device)
+        arrived(got)
+        assert (got.shape, got.stride(), got.dtype) == (x.shape, x.stride(), x.dtype)
+        assert torch.equal(got.nan_to_num(5), x.nan_to_num(5)) if dtype.is_floating_point else torch.equal(got, x)
+    del view
+    assert store.used_bytes == before
+
+
+@pytest.mark.parametrize("policy", ["*=disk", "*=offload", "linear=offload,dropout=recompute"])
+def test_equal_to_plain(policy: str) -> None:
+    plan = plan_of(assert_equal_twins(net, steps(loss), policy))
+    assert plan is not None
+    assert {row.decision for row in plan.rows} >= {"offload"}
+    assert plan.lossy == {}
+
+
+def test_a_budget_chooses_what_to_offload(tmp_path: Path) -> None:
+    plain = net()
+    exact = gs.plan(plain, data(4096, 64), loss=lambda out, _: out.square().mean(), budget="45%")
+    options: dict[str, Any] = {"loss": lambda out, _: out.square().mean(), "budget": exact.predicted_peak_bytes}
+    more = gs.plan(plain, data(4096, 64), offload=f"disk:{tmp_path}", **options)
+    assert more.predicted_seconds <= exact.predicted_seconds
+    assert more.predicted_peak_bytes <= exact.predicted_peak_bytes
+
+
+def test_forwards_without_backwards_pile_up_nothing() -> None:
+    model, store = gs.stow(net(), policy="*=disk"), store_in("disk")
+    loss(model, 0).backward()
+    used, length = store.used_bytes, store.length
+    for step in range(100):
+        loss(model, step)
+    assert store.used_bytes == used == 0
+    assert store.length <= 2 * length
+    loss(model, 0).backward()
+
+
+def test_retained_graphs() -> None:
+    def use(model: torch.nn.Module) -> Any:
+        seen = []
+        for step in range(3):
+            model.zero_grad()
+            value = loss(model, step)
+            for _ in range(4):
+                value.backward(retain_graph=True)
+            seen += [(f"{n} {step}", p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None]
+            del value
+        return seen
+
+    assert_equal_twins(net, use, "*=disk")
+    assert store_in("disk").used_bytes == 0
+
+
+def test_an_exception_between_forward_and_backward() -> None:
+    def use(model: torch.nn.Module) -> Any:
+        for step in range(3):
+            with pytest.raises(RuntimeError, match="mine"):
+                _fails(loss(model, step))
+        value = loss(model, 3)
+        value.backward()
+        return [(n, p.grad) for n, p in model.named_parameters()]
+
+    assert_equal_twins(net, use, "*=disk")
+    assert store_in("disk").used_bytes == 0
+
+
+def _fails(_value: torch.Tensor) -> None:
+    raise RuntimeError("mine")
+
+
+# ------------------------------------------------------------------------------------------------------ faults
+
+
+def breaks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("gradstow.offload._store.os.pwrite", fail)
+
+
+def test_a_full_disk_is_named_and_the_model_is_plain_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = net(), gs.stow(net(), policy="*=disk")
+    with monkeypatch.context() as patch:
+        breaks(patch, errno.ENOSPC)
+        with pytest.raises(OffloadError, match=r"offload file in .* could not be written \(No space left on device\)"):
+            loss(model, 0)
+    assert not is_stowed(model)
+    assert store_in("disk").used_bytes == 0
+    found = []
+    for trained in (plain, model):
+        torch.manual_seed(1)
+        found.append(steps(loss)(trained))
+    assert [d for d in differences(*found) if "num_batches" not in d] == []
+
+
+def damage(how: str) -> None:
+    store = store_in("disk")
+    if how == "truncated":
+        os.ftruncate(store.file, 4096)
+    else:
+        os.pwrite(store.file, b"\1" * store.length, 0)
+
+
+@pytest.mark.parametrize(("how", "words"), [("truncated", "too early"), ("overwritten", "holds other bytes")])
+def test_a_damaged_file_is_named(how: str, words: str) -> None:
+    model = gs.stow(net(), policy="*=disk")
+    value = loss(model, 0)
+    damage(how)
+    with pytest.raises(OffloadError, match=words):
+        value.backward()
+    del value
+    torch.manual_seed(1)
+    model.zero_grad()
+    model.load_state_dict(net().state_dict())
+    got = steps(loss)(model)
+    torch.manual_seed(1)
+    assert differences(steps(loss)(net()), got) == []
+
+
+def test_places_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    x = data(64, 64)
+    for folder in (tmp_path / "file", tmp_path / "missing"):
+        model = gs.stow(net(), "50%", offload=f"disk:{folder}")
+        with pytest.raises(OffloadError, match="is no folder"):
+            model(x)
+        assert not is_stowed(model)
+    with pytest.raises(OffloadError, match=r"no file can be made in /proc"):
+        gs.stow(net(), "50%", offload="disk:/proc")(x)
+    with pytest.raises(OffloadError, match="offloading there frees nothing"):
+        gs.stow(net(), "50%", offload="host")(x)
+    for wrong in ("disc", "disk:", "host:/tmp", 5):
+        with pytest.raises(PolicyError, match="is no place"):
+            gs.stow(net(), "50%", offload=wrong)  # type: ignore[arg-type]
+
+
+def test_a_budget_that_cannot_be_met_is_still_refused(tmp_path: Path) -> None:
+    model = gs.stow(net(), 200_000, offload=f"disk:{tmp_path}")
+    with pytest.raises(BudgetTooSmall):
+        loss(model, 0)
+
+
+CHILD = """
+    import os, resource, signal, sys
+    import torch
+    import gradstow as gs
+    folder, what = sys.argv[1:]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(3)))
+    gs.stow(model.train(), policy="*=disk", offload=f"disk:{folder}")
+    if what == "limited":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    for step in range(3):
+        torch.manual_seed(step)
+        value = model(torch.randn(1024, 256)).square().mean()
+        if what == "killed" and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        value.backward()
+    print(sum(p.grad.double().sum().item() for p in model.parameters()))
+"""
+
+
+def child(folder: Path, what: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(folder), what]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=Path(gs.__file__).parents[1],
+    )
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    process = child(tmp_path, "killed")
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    processes = [child(tmp_path, "plain") for _ in range(2)]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0] != ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:
+    process = child(tmp_path, "limited")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "OffloadError" in errors
+    assert "could not be written (File too large)" in errors
+
+
+def test_bandwidth_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bandwidth_of.cache_clear()
+    first = bandwidth_of("disk")
+    bandwidth_of.cache_clear()
+
+    def never(_store: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("gradstow.offload._bandwidth._measured", never)
+    assert bandwidth_of("disk") == first
+    assert first.seconds(1 << 20, back=True) < first.seconds(1 << 24, back=True)
+    assert "/s there" in str(first)
+
+
+def test_a_copy_and_a_pickle_are_plain() -> None:
+    model = gs.stow(net(), policy="*=disk")
+    loss(model, 0).backward()
+    assert not is_stowed(copy.deepcopy(model))
