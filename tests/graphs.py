@@ -407,7 +407,6 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "multi_output": multi_output,
     "batch_norm": batch_norm,
     "dropout": dropout,
-    "kept_as_code": kept_as_code,
     "read_twice": read_twice,
     "scaled": scaled,
     "shared_gradient": shared_gradient,

@@ -23,6 +23,7 @@ from gradstow.ir import (
     just_in_time,
     replay,
 )
+from gradstow.ir._plan import FORMAT
 from gradstow.planner import make_plan
 from graphs import HAND_MADE, batch_norm, chain, costs_of, step, two_regions_and_loss
 
@@ -111,12 +112,12 @@ def flipped(text: str, position: int) -> str:
 
 
 def other_format(text: str) -> str:
-    return text.replace('"gradstow_plan": 2', '"gradstow_plan": 3', 1)
+    return text.replace(f'"gradstow_plan": {FORMAT}', f'"gradstow_plan": {FORMAT + 1}', 1)
 
 
 def signed(body: str) -> str:
     """A body that its head vouches for."""
-    head = {"gradstow_plan": 2, "sha256": hashlib.sha256(body.encode()).hexdigest()}
+    head = {"gradstow_plan": FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest()}
     return json.dumps(head) + "\n" + body + "\n"
 
 
@@ -127,14 +128,14 @@ DAMAGED: dict[str, tuple[Callable[[str], str], str]] = {
     "cut after the head": (lambda t: t.split("\n")[0], "checksum"),
     "cut in the head": (lambda t: t[:20], "cannot be used"),
     "more at the end": (lambda t: t + "{}", "checksum"),
-    "another format": (other_format, "its format is 3, this version reads 2"),
+    "another format": (other_format, f"its format is {FORMAT + 1}, this version reads {FORMAT}"),
     "empty": (lambda t: "", "cannot be used"),
     "a newline": (lambda t: "\n", "cannot be used"),
     "binary": (lambda t: "\x00\x01\x02\udcff" * 50, "cannot be used"),
     "not JSON": (lambda t: "hello\nworld", "cannot be used"),
     "another JSON file": (lambda t: '{"name": "x"}\n', "not a gradstow plan"),
     "JSON that is no object": (lambda t: "[1, 2]\n[3]", "not a gradstow plan"),
-    "a head without a checksum": (lambda t: '{"gradstow_plan": 2}\n' + t.split("\n")[1], "sha256"),
+    "a head without a checksum": (lambda t: f'{{"gradstow_plan": {FORMAT}}}\n' + t.split("\n")[1], "sha256"),
     "an empty body": (lambda t: signed("{}"), "graph"),
     "a body of another kind": (lambda t: signed("[]"), "cannot be used"),
     "a body that is no JSON": (lambda t: signed("{"), "cannot be used"),

@@ -92,8 +92,10 @@ def apply_rules(problem: Problem, rules: Rules, known_ops: Collection[str]) -> l
 def _bind(problem: Problem, s: int, action: str, codes: Mapping[int, int]) -> bool:
     """Do what a rule says about one storage; whether that can be done."""
     if action == "store":
+        if s in problem.never:
+            return False
         problem.remaker.pop(s, None)
-        return s not in problem.never
+        return True
     if action == "recompute":
         if s in problem.remaker:
             problem.never.add(s)
