@@ -62,8 +62,8 @@ def stow(
             ``"int8"``, ``"int4"``, ``"int2"``, or the largest error as a part of the range of 128 neighbours, such as
             ``0.01``. Only floats that ops of the forward make, never parameters, inputs, indices, masks or saved
             statistics. Gradients are then near plain PyTorch's, not equal; the user's random streams are left alone.
-        offload: allows values to wait for the backward elsewhere, exactly: ``"disk"``, ``"disk:/path/to/folder"`` (a
-            file without a name, gone when the process ends), or ``"host"`` for a model on an accelerator.
+        offload: allows values to wait for the backward elsewhere, exactly: ``"disk"`` (the folder for temporary files)
+            or ``"disk:/path/to/folder"``, in a file without a name that is gone when the process ends. CPU only.
 
     Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
     the backward; where the loss is computed outside of the model, twice the outputs are reserved for it.

@@ -43,10 +43,7 @@ CODES = {
     "bf16": Code(16, 0, 1 / 256),
 }  # fewest bytes first
 
-PLACES = {
-    "disk": "in a file",
-    "host": "in the host's memory",
-}
+PLACES = {"disk": "in a file"}
 
 
 def about(code: str) -> str:

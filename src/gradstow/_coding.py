@@ -29,7 +29,7 @@ def codes_of_rules(graph: StepGraph, wanted: Wanted) -> Codes:
     for (r, i), (_, action) in ops_of_rules(graph, rules, known).items():
         if action in _ELSEWHERE:
             region = graph.regions[r]
-            code = action if action in CODES else wanted.place(action, graph.device)
+            code = action if action in CODES else wanted.place
             found.append((region.fingerprint, region.ops[i].name, code))
     return _grouped(found, {})
 

@@ -71,12 +71,10 @@ class Wanted:
         """The same for another budget."""
         return replace(self, budget=budget)
 
-    def place(self, action: str, device: str) -> str:
-        """Where a rule's "offload", "disk" or "host" sends values."""
-        if action != "offload":
-            same = self.offload is not None and self.offload.partition(":")[0] == action
-            return str(self.offload) if same else action
-        return self.offload or ("disk" if device == "cpu" else "host")
+    @property
+    def place(self) -> str:
+        """Where a rule's "offload" or "disk" sends values."""
+        return self.offload or "disk"
 
     def say(self, stage: str, done: int, total: int) -> None:
         if self.progress is not None:

@@ -1,4 +1,4 @@
-"""Where values can go: ``"disk"``, ``"disk:/path"``, or ``"host"`` for a model on an accelerator."""
+"""Where values can go: ``"disk"``, the folder for temporary files, or ``"disk:/path"``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ def parse_place(text: object) -> str:
         PolicyError: no such place.
     """
     kind, colon, folder = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if kind not in PLACES or (colon and (kind != "disk" or not folder)):
+    if kind not in PLACES or (colon and not folder):
         raise PolicyError(
-            f'offload={text!r} is no place. Give "disk" (the folder for temporary files), "disk:/path/to/folder", or '
-            '"host" for the memory of the machine that the accelerator is in.'
+            f'offload={text!r} is no place. Give "disk" (the folder for temporary files) or "disk:/path/to/folder".'
         )
     return f"disk:{Path(folder).expanduser().absolute()}" if colon else kind
 
@@ -35,15 +34,13 @@ def check_place(place: str, device: str) -> None:
     """Refuse a place that cannot take anything, before anything is planned.
 
     Raises:
-        OffloadError: it is no folder, cannot be written to, or is the memory that the model is in anyway.
+        OffloadError: it is no folder, cannot be written to, or the model is on an accelerator.
     """
-    if place == "host":
-        if device == "cpu":
-            raise OffloadError(
-                "the model is on the CPU, so its values are in host memory already: offloading there frees nothing. "
-                'Use offload="disk", or put the model on an accelerator.'
-            )
-        return
+    if device != "cpu":
+        raise OffloadError(
+            f"offload={place!r}: the model is on {device}, and only values on the CPU can be offloaded yet. Leave "
+            "offload= away, or train on the CPU."
+        )
     folder = folder_of(place)
     if not folder.is_dir():
         raise OffloadError(f"offload={place!r}: {folder} is no folder. Make it, or name another: offload='disk:/path'.")

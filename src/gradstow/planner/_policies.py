@@ -21,8 +21,8 @@ class Policy:
     ``name`` decides where no rule does. A rule is (pattern, action): the pattern a family of ops (``"conv2d"``,
     ``"relu"``, ``"batchnorm"``, ``"linear"``, ``"attention"``, ...), any aten name, or a glob over module paths
     (``"layer3.*"``); the action ``"store"``, ``"recompute"``, ``"compress"`` (a smaller exact form where there is
-    one), a code that is not exact (``"bf16"``, ``"fp8"``, ``"int8"``, ``"int4"``, ``"int2"``), or ``"offload"`` (to
-    ``"disk"`` or ``"host"``). Later rules win.
+    one), a code that is not exact (``"bf16"``, ``"fp8"``, ``"int8"``, ``"int4"``, ``"int2"``), or ``"offload"``. Later
+    rules win.
 
     Raises:
         PolicyError: an unknown name or action, with the closest known ones.
