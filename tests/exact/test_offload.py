@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from equality import differences
 from gradstow._stow import is_stowed, plan_of
 from gradstow.errors import BudgetTooSmall, OffloadError, PolicyError
 from gradstow.offload import arrived, bandwidth_of, check_place, fetch, send, sent, store_in
+from gradstow.report import plan_json
 from twins import assert_equal_twins, data, steps
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.uint8]
@@ -271,3 +273,18 @@ def test_a_copy_and_a_pickle_are_plain() -> None:
     model = gs.stow(net(), policy="*=disk")
     loss(model, 0).backward()
     assert not is_stowed(copy.deepcopy(model))
+
+
+def test_the_timeline_shows_what_travels_beside_the_ops(tmp_path: Path) -> None:
+    policy = {"linear": "offload"}
+    plan = gs.plan(net(), data(4096, 64), loss=lambda out, _: out.square().mean(), policy=policy)
+    travels = plan.timeline.transfers
+    there, back = [t for t in travels if not t.back], [t for t in travels if t.back]
+    assert len(there) == len(back) == sum(row.decision == "offload" for row in plan.rows) > 0
+    assert all(a.end <= b.start for a, b in itertools.pairwise(travels)), "one after the other"
+    assert max(t.end for t in there) <= min(t.start for t in back)
+    assert plan.predicted_seconds == pytest.approx(sum(m.seconds + m.wait for m in plan.timeline.moments))
+    whole = sum(t.end - t.start for t in travels)
+    assert plan.timeline.wait_seconds < whole, "some of it is hidden behind ops"
+    assert len(plan_json(plan)["transfers"]) == len(travels)
+    assert "for what travels" in str(plan)

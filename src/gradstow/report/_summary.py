@@ -66,6 +66,7 @@ class Summary:
         not_planned: what runs as plain PyTorch, with its number of forward ops: the loss, ops outside of any graph.
         outside_bytes: room that is left for the latter.
         lossy: how many values are kept as which code that is not exact; empty where the numbers are plain PyTorch's.
+        wait_seconds: of the step time, for values that are still on their way.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Summary:
     not_planned: Mapping[str, int] = field(default_factory=dict)
     outside_bytes: int = 0
     lossy: Mapping[str, int] = field(default_factory=dict)
+    wait_seconds: float = 0.0
     solver: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -131,6 +133,7 @@ def summarize(plan: PlanData, rows: tuple[Row, ...] | None = None) -> Summary:
         not_planned=_not_planned(graph),
         outside_bytes=graph.outside_bytes,
         lossy=plan.lossy,
+        wait_seconds=plan.timeline.wait_seconds,
         solver=dict(plan.solver),
     )
 

@@ -75,6 +75,8 @@ def _time(s: Summary) -> str:
     text = f"{format_seconds(s.predicted_seconds)} predicted, {format_seconds(s.plain_seconds)} plain"
     if s.plain_seconds:
         text += f" ({100 * (s.predicted_seconds / s.plain_seconds - 1):+.1f} %)"
+    if s.decisions["offload"].values:
+        text += f"; waits {format_seconds(s.wait_seconds)} for what travels"
     if s.lower_bound_seconds:
         text += f"; proven bound {format_seconds(s.lower_bound_seconds)}, gap {100 * s.gap:.2f} %"
     return text
