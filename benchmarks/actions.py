@@ -12,24 +12,20 @@ step are compared bit for bit.
 from __future__ import annotations
 
 import argparse
-import statistics
-from typing import Any
 
 import gradstow as gs
 from _cases import CASES, Case
+from _measured import MIB, measured
 from _rows import VERSIONS, parse, versions, write
 from gradstow._api import make_step
 from gradstow._planning import Priced, capture_step, plan_priced, price
-from gradstow._stow import stow_model
 from gradstow._units import Budget
-from gradstow._verify import Proof, compare, median_interval, step_peak, time_ratios
+from gradstow._verify import Proof, step_peak
 from gradstow._wanted import Wanted
 from gradstow.actions import LOSSLESS
-from gradstow.capture import same_randomness
 from gradstow.cli._targets import build_target
 from gradstow.planner import frontier
 
-MIB = 1 << 20
 MODELS = ("alexnet", "vgg16", "resnet50", "densenet121", "gpt2")
 PERCENTS = (80, 60, 45)
 FIELDS = [
@@ -60,7 +56,12 @@ def run(name: str, case: Case, arguments: argparse.Namespace) -> None:
             base = plan_priced(bare, Wanted(Budget(total_bytes=error.minimum_bytes)))
         ways = {"store and recompute": base, **compressed(coded, base, [p for p in points if isinstance(p, gs.Plan)])}
         for way, plan in ways.items():
-            row = {**common, "budget": f"{percent}%", "way": way, **measured(proof, plan, arguments)}
+            row = {
+                **common,
+                "budget": f"{percent}%",
+                "way": way,
+                **measured(proof, plan, arguments.rounds, arguments.device),
+            }
             write(arguments.out, FIELDS, row)
 
 
@@ -72,28 +73,6 @@ def compressed(coded: Priced, base: gs.Plan, points: list[gs.Plan]) -> dict[str,
     if fast:
         found["compress, at its time"] = min(fast, key=lambda p: p.predicted_step_peak_bytes)
     return found
-
-
-def measured(proof: Proof, plan: gs.Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    twin = proof.trainee()
-    stow_model(twin.model, Wanted(), plan)
-    with same_randomness():
-        got = twin.train(1, lambda _n: None)
-        peak = step_peak(twin, arguments.device)
-        ratios = time_ratios(proof.plain, twin, arguments.rounds, lambda _n: None)
-    low, high = median_interval(ratios)
-    return {
-        "predicted_peak_mib": plan.predicted_step_peak_bytes / MIB,
-        "peak_mib": peak / MIB,
-        "predicted_ratio": plan.predicted_seconds / plan.plain_seconds,
-        "ratio": statistics.median(ratios),
-        "ratio_low": low,
-        "ratio_high": high,
-        "rerun_ops": plan.rerun_ops,
-        "compressed": sum(row.decision == "compress" for row in plan.rows),
-        "equal": not compare(proof.expected, got),
-        "rounds": arguments.rounds,
-    }
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, captur
 from gradstow.cost import analytic_costs, measured_costs
 from gradstow.ir import CostTable, RegionSchedule, StepGraph
 from gradstow.offload import check_place, transfer_costs
-from gradstow.planner import make_plan, plain_step_peak, smallest_peak, store_all_peak
+from gradstow.planner import Effort, make_plan, plain_step_peak, smallest_peak, store_all_peak
 
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
 _NO_GAIN = 0.003  # added time, as a part of the plain step's, that no other way of planning is tried for
+_TRIED = 2  # choices of codes that are planned with a solver, those that look best without
 _HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
 
 
@@ -120,9 +121,21 @@ def _ways(captured: Captured, bare: Priced, exact: Sequence[Action], ruled: Code
     yield bare
     allowed = [code for code in (wanted.lossy, wanted.offload) if code is not None]
     every = [(c, price(captured.graph(exact, every_code(bare.graph, ruled, wanted, c)), wanted)) for c in allowed]
+    found: list[tuple[float, int, Priced]] = []
     for some in ([item] for item in every) if len(every) < 2 else (every[:1], every[1:], every):
         for codes in worthwhile([(code, p.graph, p.costs) for code, p in some], bare.graph, ruled):
-            yield price(captured.graph(exact, codes), wanted)
+            priced = price(captured.graph(exact, codes), wanted)
+            found.append((_roughly(priced, wanted), len(found), priced))
+    for _, _, priced in sorted(found)[:_TRIED]:
+        yield priced
+
+
+def _roughly(priced: Priced, wanted: Wanted) -> float:
+    """The step time of a plan without a solver; infinite where that finds none."""
+    try:
+        return plan_priced(priced, replace(wanted, effort=Effort.of("quick"), progress=None)).predicted_seconds
+    except BudgetTooSmall:
+        return float("inf")
 
 
 def _fastest(ways: Iterable[Priced], wanted: Wanted) -> Plan:
