@@ -27,9 +27,9 @@ from gradstow.planner import Policy
 
 PEAKS = {"gpt8": 65, "resnet50": 250}
 FIELDS = [
-    "model", "batch", "budget_mib", "way", "plain_peak_mib", "predicted_peak_mib", "peak_mib", "predicted_ratio", "ratio",
-    "ratio_low", "ratio_high", "rerun_ops", "compressed", "offloaded", "transfer_seconds", "wait_seconds", "step_seconds",
-    "bandwidth", "equal", "rounds", *VERSIONS,
+    "model", "batch", "budget_mib", "way", "plain_peak_mib", "predicted_peak_mib", "peak_mib", "predicted_ratio",
+    "ratio", "ratio_low", "ratio_high", "rerun_ops", "compressed", "offloaded", "transfer_seconds", "wait_seconds",
+    "step_seconds", "bandwidth", "equal", "rounds", *VERSIONS,
 ]  # fmt: skip
 
 
