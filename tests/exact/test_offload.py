@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 import gradstow as gs
 from equality import differences
+from gradstow import _lossy
 from gradstow._stow import is_stowed, plan_of
 from gradstow.errors import BudgetTooSmall, OffloadError, PolicyError
 from gradstow.offload import arrived, bandwidth_of, check_place, fetch, send, sent, store_in
@@ -288,3 +290,64 @@ def test_the_timeline_shows_what_travels_beside_the_ops(tmp_path: Path) -> None:
     assert plan.timeline.wait_seconds < whole, "some of it is hidden behind ops"
     assert len(plan_json(plan)["transfers"]) == len(travels)
     assert "for what travels" in str(plan)
+
+
+@pytest.mark.parametrize("code", ["disk", "int8"])
+def test_a_saved_plan_runs_elsewhere(code: str, tmp_path: Path) -> None:
+    place = f"disk:{tmp_path}" if code == "disk" else None
+    policy = {"linear": "offload" if place else code, "dropout": "compress"}
+    made = gs.plan(net(), data(128, 64), loss=lambda out, _: out.square().mean(), policy=policy, offload=place)
+    made.save(tmp_path / "plan.json")
+    loaded = gs.Plan.load(tmp_path / "plan.json")
+    assert loaded.dumps() == made.dumps()
+    assert loaded.timeline == made.timeline
+
+    def train(**options: Any) -> Any:
+        torch.manual_seed(0)
+        _lossy.seed(0)
+        return steps(lambda model, step: loss(model, 0))(gs.stow(net(), **options))
+
+    torch.manual_seed(0)
+    assert differences(train(plan=loaded), train(policy=policy, offload=place)) == []
+
+
+class Broken(torch.nn.Module):
+    """Two graphs, whose boundary stays where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(), net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+USES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[torch.nn.Module, int], torch.Tensor]]] = {
+    "graph breaks": (Broken, loss),
+    "bf16": (lambda: net().to(torch.bfloat16), lambda m, s: m(data(128, 64, seed=s).bfloat16()).square().mean()),
+    "float64": (lambda: net().double(), lambda m, s: m(data(128, 64, seed=s).double()).square().mean()),
+    "one sample": (lambda: net()[:4].train(), lambda m, s: m(data(1, 64, seed=s)).square().mean()),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_other_uses_are_equal_to_plain(name: str) -> None:
+    make, own = USES[name]
+    assert_equal_twins(make, steps(own), "*=disk")
+
+
+def test_autocast_and_accumulation_are_equal_to_plain() -> None:
+    def use(model: torch.nn.Module) -> Any:
+        seen = []
+        for step in range(3):
+            model.zero_grad()
+            for micro in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    value = loss(model, 2 * step + micro)
+                value.backward()
+            seen += [(f"{n} {step}", p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None]
+        return seen
+
+    assert_equal_twins(net, use, "*=disk")
