@@ -66,7 +66,7 @@ def stow(
             or ``"disk:/path/to/folder"``, in a file without a name that is gone when the process ends. CPU only.
 
     Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
-    the backward; where the loss is computed outside of the model, twice the outputs are reserved for it.
+    the backward; where the loss is computed outside of the model, six times the outputs are reserved for it.
 
     Raises:
         BudgetError, BudgetTooSmall, CaptureError, OffloadError, StalePlan, PolicyError: here or at the first forward;

@@ -39,11 +39,19 @@ def check_loss(loss: Any) -> None:
         )
 
 
+# What a loss and its backward take beside the output, in outputs of float32 (measured): mse_loss 2, cross_entropy 3,
+# l1_loss and output.square().mean() 4, (output - target).square().mean() and kl_div of softmaxes 5, under autocast a little more.
+_LOSS = 6
+
+
 def loss_reserve(output: Any) -> int:
-    """Room for a loss that is not known: twice the outputs that it can depend on, in bytes; 0 where one is the loss."""
+    """Room for a loss that is not known, in bytes; 0 where an output is the loss.
+
+    Six times what the outputs that it can depend on take as float32: losses of shorter types are computed so.
+    """
     if find_loss(output) is not None:
         return 0
-    return 2 * sum(t.untyped_storage().nbytes() for t in differentiable(output))
+    return _LOSS * sum(t.untyped_storage().nbytes() * max(1, 4 // t.element_size()) for t in differentiable(output))
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
