@@ -40,7 +40,7 @@ def check_loss(loss: Any) -> None:
 
 
 # What a loss and its backward take beside the output, in outputs of float32 (measured): mse_loss 2, cross_entropy 3,
-# l1_loss and output.square().mean() 4, (output - target).square().mean() and kl_div of softmaxes 5, under autocast more.
+# l1_loss and output.square().mean() 4, (output - target).square().mean() and kl_div of softmaxes 5 and more.
 _LOSS = 6
 
 
