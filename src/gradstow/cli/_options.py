@@ -35,6 +35,9 @@ Lossy = Annotated[
         "--lossy", help="Allow a code that is not exact: bf16, fp8, int8, int4, int2, or the largest error (0.01)."
     ),
 ]
+Offload = Annotated[
+    str | None, typer.Option("--offload", help='Let values wait elsewhere: "disk", or "disk:/path/to/folder".')
+]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a text model's example.")]
 Attn = Annotated[str | None, typer.Option("--attn", help="transformers' attention: eager or sdpa.")]
 Image = Annotated[int | None, typer.Option("--image", help="Width and height of an image.")]

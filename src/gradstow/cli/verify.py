@@ -16,6 +16,7 @@ from gradstow.cli._options import (
     Budget,
     Image,
     Lossy,
+    Offload,
     Optimizer,
     Policy,
     Seq,
@@ -32,6 +33,7 @@ def verify(
     budget: Budget = None,
     policy: Policy = "auto",
     lossy: Lossy = None,
+    offload: Offload = None,
     plan: Annotated[Path | None, typer.Option(help="A plan file, instead of a budget.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
     seq: Seq = 256,
@@ -64,6 +66,7 @@ def verify(
                 plan=loaded,
                 policy=policy,
                 lossy=lossy_of(lossy),
+                offload=offload,
                 steps=steps,
                 progress=meter,
             )
