@@ -13,7 +13,7 @@ from gradstow._errors import CaptureError, GradstowError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
 from gradstow._planning import capture_step, plan_priced, plan_step, price, users_errors
-from gradstow._stow import MAX_PLANS, plain, stow_model, unstow_model
+from gradstow._stow import MAX_PLANS, check_alone, plain, stow_model, unstow_model
 from gradstow._verify import Proof, Verification
 from gradstow._wanted import ACTIONS, LossyLike, PolicyLike, Progress, Wanted
 from gradstow.actions import LOSSLESS
@@ -69,8 +69,8 @@ def stow(
     the backward; where the loss is computed outside of the model, six times the outputs are reserved for it.
 
     Raises:
-        BudgetError, BudgetTooSmall, CaptureError, OffloadError, StalePlan, PolicyError: here or at the first forward;
-            after any of them the model runs as plain PyTorch.
+        BudgetError, BudgetTooSmall, CaptureError, OffloadError, StalePlan, PolicyError: here or in a forward; after any
+            of them the model runs as plain PyTorch. An OffloadError in a backward leaves it stowed.
     """
     wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress)
     stow_model(model, wanted, plan, optimizer, max_plans)
@@ -213,8 +213,9 @@ def verify(
         BudgetError, BudgetTooSmall, CaptureError, StalePlan, PolicyError.
     """
     made = plan
+    wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress)
+    check_alone(plan, wanted)
     if made is None:
-        wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress)
         step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
         with users_errors():
             made = plan_step(model, step, wanted)

@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -49,8 +49,7 @@ def stow_model(
         raise GradstowError(f"max_plans={max_plans!r} keeps no plan. Give a number of at least 1.")
     if plan is not None and not isinstance(plan, Plan):
         raise StalePlan(f"plan= takes a gs.Plan, not {type(plan).__name__}. Load a file with gs.Plan.load(path).")
-    if plan is not None and wanted.budget is not None:
-        raise GradstowError("give either budget= or plan=, not both: a plan carries its own budget.")
+    check_alone(plan, wanted)
     if plan is None and wanted.budget is None and wanted.policy == Policy():
         raise GradstowError('stow needs to know the memory allowed: stow(model, budget="6GiB"), or plan=, or policy=.')
     if plan is not None:
@@ -98,6 +97,22 @@ def _check_stowable(model: torch.nn.Module) -> None:
                 "Use the Python module that it was scripted from, or stow the other parts alone."
             )
     device_of(model)
+
+
+def check_alone(plan: Plan | None, wanted: Wanted) -> None:
+    """A plan carries its own budget, policy and codes.
+
+    Raises:
+        GradstowError: another is asked for beside it.
+    """
+    given = replace(wanted, progress=None)
+    if plan is None or given == Wanted():
+        return
+    names = [f.name for f in fields(Wanted) if getattr(given, f.name) != getattr(Wanted(), f.name)]
+    raise GradstowError(
+        f"plan= was given together with {' and '.join(f'{n}=' for n in names)}: a plan carries its own. Leave one "
+        "away, or plan again with gs.plan."
+    )
 
 
 def _check_plan(plan: Plan, model: torch.nn.Module) -> None:

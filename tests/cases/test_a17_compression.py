@@ -115,7 +115,7 @@ def test_inf_and_nan_reach_the_gradients_as_in_plain_pytorch(code: str) -> None:
     assert all(torch.equal(a, b) for a, b in found)
 
 
-@pytest.mark.parametrize("wrong", ["int3", "INT4", 0.0001, 1, True, "0.5"])
+@pytest.mark.parametrize("wrong", ["int3", "INT4", 0.0001, -0.1, 2.5, float("nan"), 1, True, "0.5"])
 def test_unknown_codes_are_refused(wrong: Any) -> None:
     with pytest.raises(gs.errors.PolicyError, match="lossy="):
         gs.stow(torch.nn.Linear(3, 3), "50%", lossy=wrong)
@@ -127,3 +127,24 @@ def test_an_error_chooses_the_shortest_code_within_it(error: float, code: str) -
 
     assert code_for(error) == code
     assert CODES[code].bound <= error
+
+
+def test_the_table_names_what_is_kept() -> None:
+    """A ReLU's bits beside its code, exact indices, and the code of a float."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Tanh())
+    plan = gs.plan(model.train(), data(128, 64), loss=lambda out, _: out.square().mean(), policy="*=int4")
+    row = next(row for row in plan.rows if row.op == "relu")
+    assert "int4, error at most 1/15" in row.reason
+    assert "1.0 KiB, exactly" in row.reason
+    _, _, everything = trained("*=int4")
+    indices = [row for row in everything.rows if row.dtype == "int64" and row.decision == "compress"]
+    assert indices
+    assert all(row.reason.endswith("exactly") for row in indices)
+
+
+def test_rules_that_compress_need_the_action() -> None:
+    with pytest.raises(gs.errors.PolicyError, match="leaves that out"):
+        gs.stow(torch.nn.Linear(3, 3), policy="*=int8", actions=("store", "recompute"))
+    with pytest.raises(gs.errors.PolicyError, match=r"As a rule for everything it is ..=int8"):
+        gs.stow(torch.nn.Linear(3, 3), policy="int8")

@@ -38,6 +38,14 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+# of these eager chooses the formula of the gradient by the data
+BY_DATA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "product of rows": lambda x: x.prod(-1),
+    "product of rows with zeros": lambda x: (x * (x > 0)).prod(1),
+    "product": lambda x: torch.prod(x.flatten()[:40]),
+}
+
+
 class Around(nn.Module):
     """The op between two layers, read twice."""
 
@@ -55,6 +63,14 @@ def test_an_op_that_torch_has_a_formula_for_is_equal(op: str) -> None:
     x = twins.data(2, 3, 11, 13)
     twins.assert_equal_twins(
         lambda: Around(OPS[op]), twins.steps(lambda model, _step: (model(x) * torch.pi).sin().square().mean())
+    )
+
+
+@pytest.mark.parametrize("op", BY_DATA)
+def test_an_op_whose_gradient_depends_on_the_data_is_equal(op: str) -> None:
+    x = twins.data(2, 3, 11, 13)
+    twins.assert_equal_twins(
+        lambda: Around(BY_DATA[op]), twins.steps(lambda model, _step: (model(x) * torch.pi).sin().square().mean())
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import itertools
 import os
 import signal
@@ -22,7 +23,7 @@ from equality import differences
 from gradstow import _lossy
 from gradstow._stow import is_stowed, plan_of
 from gradstow.errors import BudgetTooSmall, OffloadError, PolicyError
-from gradstow.offload import arrived, bandwidth_of, check_place, fetch, send, sent, store_in
+from gradstow.offload import _ops, arrived, bandwidth_of, check_place, fetch, send, sent, store_in
 from gradstow.report import plan_json
 from twins import assert_equal_twins, data, steps
 
@@ -351,3 +352,25 @@ def test_autocast_and_accumulation_are_equal_to_plain() -> None:
         return seen
 
     assert_equal_twins(net, use, "*=disk")
+
+
+def test_a_failed_write_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        breaks(patch, errno.ENOSPC)
+        for _ in range(3):
+            with pytest.raises(OffloadError):
+                loss(gs.stow(net(), policy="*=disk"), 0)
+    gc.collect()
+    assert _ops._values == {}
+    assert store_in("disk").used_bytes == 0
+
+
+def test_a_plan_and_other_wishes_exclude_each_other() -> None:
+    plan = gs.plan(net(), data(128, 64), loss=lambda out, _: out.square().mean())
+    wishes: list[dict[str, Any]] = [{"offload": "disk"}, {"lossy": "int8"}, {"policy": "*=int8"}, {"budget": "50%"}]
+    for options in wishes:
+        name = next(iter(options))
+        with pytest.raises(gs.errors.GradstowError, match=f"together with {name}="):
+            gs.stow(net(), plan=plan, **options)
+        with pytest.raises(gs.errors.GradstowError, match=f"together with {name}="):
+            gs.verify(net(), data(128, 64), plan=plan, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -47,7 +48,7 @@ def code_for(lossy: object) -> str:
     """
     if isinstance(lossy, str) and lossy in CODES:
         return lossy
-    if isinstance(lossy, float):
+    if isinstance(lossy, (float, np.floating)) and 0 < lossy < 1:
         close = [name for name, code in CODES.items() if code.of_range and code.bound <= lossy]
         if close:
             return close[0]
@@ -57,5 +58,5 @@ def code_for(lossy: object) -> str:
         )
     raise PolicyError(
         f"lossy={lossy!r} is no code. Give one of {', '.join(CODES)}, or the largest error as a part of the range of "
-        "128 neighbours, such as 0.01."
+        "128 neighbours, between 0 and 1, such as 0.01."
     )

@@ -7,7 +7,6 @@ from gradstow.capture._backend import (
     call_module,
     compile_settings,
     fresh_function,
-    mutated_inputs,
     on_real_tensors,
 )
 from gradstow.capture._breaks import is_whole_call, listen
@@ -34,6 +33,7 @@ from gradstow.capture._rerun import OutputRef, rerun_call
 from gradstow.capture._step import Step
 from gradstow.capture._strides import Strides, arrived_strides, expected_strides, keep_layouts, restrided
 from gradstow.capture._tree import batch_signature, storage_key, tensors
+from gradstow.capture._uses import changed_inputs
 
 __all__ = [
     "Captured",
@@ -55,6 +55,7 @@ __all__ = [
     "call_module",
     "capture",
     "captured_from",
+    "changed_inputs",
     "check_loss",
     "compile_settings",
     "compiled_nodes",
@@ -74,7 +75,6 @@ __all__ = [
     "is_whole_call",
     "keep_layouts",
     "listen",
-    "mutated_inputs",
     "normalize",
     "nothing_captured",
     "on_real_tensors",

@@ -107,14 +107,6 @@ def eagers_kernels() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
-def mutated_inputs() -> tuple[int, ...]:
-    """Inputs with a gradient that the graph being compiled changes in place; asked for while it is partitioned."""
-    context = torch._guards.TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    inputs = [] if metadata is None else metadata.input_info
-    return tuple(i for i, info in enumerate(inputs) if info.requires_grad and info.mutates_data)
-
-
 def run_plainly(module: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[[list[Any]], Any]:
     """A graph without gradients: nothing to plan."""
 

@@ -23,6 +23,7 @@ Compile = Callable[[fx.GraphModule, list[Any], GraphBreak | None], Callable[...,
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _CELLS = {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
+_BY_DATA = {torch.prod, "prod"}
 # where the flag for sparse gradients and the padding index stand, and what no padding is
 _LOOKUPS = {
     torch.nn.functional.embedding: (6, 2, None),
@@ -194,6 +195,8 @@ def _reason(module: fx.GraphModule, node: fx.Node) -> str:
         return (
             "it works in place on parts of a matrix, and captured on copies of them, which its kernels round otherwise"
         )
+    if node.target in _BY_DATA and _reads_gradients(node):
+        return "plain PyTorch chooses the formula of its gradient by the data, and a captured graph holds one of them"
     if node.op in ("call_function", "call_method") and _is_sparse(node):
         return "a captured graph holds no sparse tensors and gradients"
     bodies = [getattr(module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -203,6 +206,11 @@ def _reason(module: fx.GraphModule, node: fx.Node) -> str:
             if inner:
                 return next(iter(inner.values()))
     return ""
+
+
+def _reads_gradients(node: fx.Node) -> bool:
+    values = [n.meta.get("example_value") for n in node.all_input_nodes]
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
 def _is_sparse(node: fx.Node) -> bool:

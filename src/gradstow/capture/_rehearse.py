@@ -11,10 +11,11 @@ from torch import fx
 from torch._functorch.partitioners import default_partition
 from torch.utils._pytree import tree_leaves
 
-from gradstow.capture._backend import aot, boxed, mutated_inputs
+from gradstow.capture._backend import aot, boxed
 from gradstow.capture._cut import cut
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent
+from gradstow.capture._uses import changed_inputs
 from gradstow.ir import GraphBreak
 
 
@@ -43,9 +44,10 @@ class Recorder:
 
     def _compile_part(self, module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None) -> Any:
         graphs: list[CompiledGraph] = []
+        changed = changed_inputs(module)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
-            graphs.append(CompiledGraph(copy_graph(joint), num_fwd_outputs, self.managed, mutated_inputs(), end))
+            graphs.append(CompiledGraph(copy_graph(joint), num_fwd_outputs, self.managed, changed, end))
             return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
         def forward(gm: fx.GraphModule, _inputs: list[Any]) -> Any:

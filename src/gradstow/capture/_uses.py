@@ -55,6 +55,12 @@ def separate_uses(
     return module, expand
 
 
+def changed_inputs(module: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the inputs that a graph of Dynamo's changes in place, also through views."""
+    changed = _changed(module.graph) - {-1}
+    return tuple(i for i, p in enumerate(module.graph.find_nodes(op="placeholder")) if _storage(p) in changed)
+
+
 def _gets_gradient(item: Any, leaves: bool) -> bool:
     return isinstance(item, torch.Tensor) and item.requires_grad and (leaves or not item.is_leaf)
 

@@ -14,6 +14,7 @@ from gradstow._errors import CaptureError
 from gradstow.capture import (
     aot,
     call_module,
+    changed_inputs,
     compile_settings,
     compiled_nodes,
     copy_graph,
@@ -86,11 +87,12 @@ class Executor:
 
     def _compile_part(self, module: fx.GraphModule, inputs: list[Any], end: GraphBreak | None) -> Any:
         programs: list[RegionProgram] = []
+        changed = changed_inputs(module)
 
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
             raw = copy_graph(joint)
             region, schedule = self.source.find(raw, num_fwd_outputs, begun=self._begun)
-            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.device, end)
+            program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.device, changed, end)
             programs.append(program)
             self.programs.append(program)
             return program.lowered.forward, _for_aot(program)

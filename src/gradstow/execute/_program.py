@@ -34,8 +34,8 @@ class RegionProgram:
     """Compiled code of one region.
 
     ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``. Where the schedule
-    delivers gradients, ``groups`` has their positions in the order in which they leave, the rest last. ``end`` is the
-    graph break behind the region, if one ended it.
+    delivers gradients, ``groups`` has their positions in the order in which they leave, the rest last. ``changed``:
+    inputs that the graph changes in place. ``end`` is the graph break behind the region, if one ended it.
     """
 
     raw: fx.GraphModule
@@ -44,6 +44,7 @@ class RegionProgram:
     schedule: RegionSchedule
     generate: Generate
     device: str
+    changed: tuple[int, ...] = ()
     end: GraphBreak | None = None
     forward: Callable[[list[Any]], Any] = field(init=False)
     lowered: Lowered = field(init=False)

@@ -18,7 +18,6 @@ from gradstow.capture import (
     build_region,
     fingerprint,
     is_tangent,
-    mutated_inputs,
     normalize,
     was_told,
 )
@@ -126,7 +125,7 @@ class Recorded:
     def _graph(self, program: RegionProgram) -> CompiledGraph:
         return self._graphs.setdefault(
             id(program),
-            CompiledGraph(program.raw, program.num_forward_outputs, mutated=mutated_inputs(), end=program.end),
+            CompiledGraph(program.raw, program.num_forward_outputs, mutated=program.changed, end=program.end),
         )
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gradstow._errors import OffloadError
 from gradstow._units import format_bytes
 from gradstow.ir import OpCost
 from gradstow.offload._store import Store, store_in
 
-_TRIED = 32 << 20  # bytes of one try
+_TRIED = (32 << 20, 1 << 20)  # bytes of one try; fewer where there is no room
 _TRIES = 3
 _CALL = 3e-5  # seconds of a call beside its bytes
 
@@ -51,8 +52,15 @@ def bandwidth_of(place: str) -> Bandwidth:
 
 
 def _measured(store: Store) -> tuple[float, float]:
+    try:
+        return _try(store, _TRIED[0])
+    except OffloadError:
+        return _try(store, _TRIED[1])
+
+
+def _try(store: Store, nbytes: int) -> tuple[float, float]:
     """The best of some tries: what else runs only slows it down."""
-    data = np.random.default_rng(0).integers(0, 255, _TRIED, dtype=np.uint8)
+    data = np.random.default_rng(0).integers(0, 255, nbytes, dtype=np.uint8)
     there, back = [], []
     for _ in range(_TRIES):
         start = time.perf_counter()
@@ -62,7 +70,7 @@ def _measured(store: Store) -> tuple[float, float]:
         there.append(between - start)
         back.append(time.perf_counter() - between)
         store.free(slot)
-    return _TRIED / min(there), _TRIED / min(back)
+    return nbytes / min(there), nbytes / min(back)
 
 
 def _file() -> Path:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gradstow._errors import OffloadError
 from gradstow.offload._store import Slot, Store, store_in
 
 _LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
@@ -51,7 +52,9 @@ def _send(x: torch.Tensor, place: str) -> torch.Tensor:
 
 def _sent(x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
     number = int(ticket)
-    _values[number].writing.result()
+    error = _values[number].writing.exception()
+    if error is not None:  # anew: the worker's own would keep alive all that it is raised through
+        raise OffloadError(str(error)) if isinstance(error, OffloadError) else error
     return _ticket(number)
 
 
@@ -77,7 +80,7 @@ def _fetch(
     ticket: torch.Tensor, place: str, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     x = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    value = _values[int(ticket)]
+    value = _values[int(ticket)]  # ``sent`` saw it written
     reading = value.store.worker.submit(value.store.read, value.writing.result(), _bytes(x))
     _reading[x.data_ptr()] = reading
     return x
@@ -90,8 +93,9 @@ def arrived(x: torch.Tensor) -> None:
         OffloadError: it cannot be read, or is not what was written.
     """
     reading = _reading.pop(x.untyped_storage().data_ptr(), None)
-    if reading is not None:
-        reading.result()
+    error = None if reading is None else reading.exception()
+    if error is not None:
+        raise OffloadError(str(error)) if isinstance(error, OffloadError) else error
 
 
 def _bytes(x: torch.Tensor) -> np.ndarray:

@@ -38,8 +38,13 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with self._named("made"):
+        try:
             self.file = open_unnamed(folder)
+        except OSError as error:
+            raise OffloadError(
+                f"no file for offloaded values can be made in {folder} ({error.strerror}). Make that folder, or name "
+                "another: offload='disk:/path'."
+            ) from error
         self.worker = ThreadPoolExecutor(1, "gradstow-offload")  # one after the other, as a disk likes it
         self.length = 0
         self._free: list[tuple[int, int]] = []  # (start, length), sorted, no two of them touching
@@ -122,14 +127,13 @@ class Store:
             return start
 
     @contextmanager
-    def _named(self, verb: str, nbytes: int = 0) -> Iterator[None]:
+    def _named(self, verb: str, nbytes: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            size = f"{format_bytes(nbytes)} of " if nbytes else ""
             raise OffloadError(
-                f"{size}the offload file in {self.folder} could not be {verb} ({error.strerror}). Free some room "
-                "there, name another folder: offload='disk:/path', or give a larger budget."
+                f"{format_bytes(nbytes)} of the offload file in {self.folder} could not be {verb} ({error.strerror}). "
+                "Free some room there, name another folder: offload='disk:/path', or give a larger budget."
             ) from error
 
 

@@ -15,7 +15,7 @@ Rules = tuple[tuple[str, str], ...]  # (pattern, action)
 ACTIONS = ("store", "recompute", "compress", *CODES, "offload", *PLACES)
 HOW = (
     'Write a name ("auto", "store-all", "recompute-all", "sqrt", "selective"), or rules such as '
-    '{"relu": "recompute", "layer3.*": "store"}.'
+    f'{{"relu": "recompute", "layer3.*": "store"}}. Actions are {", ".join(ACTIONS)}.'
 )
 
 _FAMILIES: Mapping[str, frozenset[str]] = {

@@ -76,7 +76,7 @@ class _View:
         self.kept: set[Key] = set()
         self.crossing: set[Key] = set()
         self.again: dict[Key, int] = {}
-        self.codes: dict[Key, Key] = {}  # storage → something smaller that an action makes of it
+        self.codes: dict[Key, list[tuple[Key, str]]] = {}  # storage → what actions make of it, and the code's name
         for r, region in enumerate(self.regions):
             self.kept.update(self._key(r, s) for s in plan.schedule.regions[r].kept)
             self.crossing.update(s.origin for s in region.storages if s.origin is not None)
@@ -101,6 +101,7 @@ class _View:
 
     def _find_codes(self, r: int, region: Region) -> None:
         sources: dict[int, Key] = {}  # storage of a code → what it stands for
+        named = {region.values[v].storage: op.rerun.code for op in region.ops if op.rerun for v in op.rerun.inputs}
         for op in region.ops:
             if not op.lazy:
                 continue
@@ -109,7 +110,12 @@ class _View:
                 self.kept.update({sources[read]} if (r, made) in self.kept else ())
             else:
                 sources[made] = self._key(r, read)
-                self.codes[sources[made]] = (r, made)
+                self.codes.setdefault(sources[made], []).append(((r, made), named.get(made, "")))
+
+    def _kept_codes(self, key: Key) -> list[tuple[int, str]]:
+        """(bytes, code) of what stands for a storage; "" where that is exact."""
+        found = [(code, name) for code, name in self.codes.get(key, []) if code in self.kept]
+        return [(self.regions[r].storages[s].nbytes, name) for (r, s), name in found]
 
     def _held(self) -> set[Key]:
         """Outputs that the user's loop holds while the backward runs; one between two regions it never sees."""
@@ -134,7 +140,7 @@ class _View:
     def _row(self, r: int, storage: int, op: Op, value: int) -> Row:
         region, key = self.regions[r], (r, storage)
         nbytes, made = region.storages[storage].nbytes, region.values[value]
-        decision = self._decision(key, op)
+        decision = self._decision(key)
         obstacle = self._obstacle(region, op, value)
         return Row(
             region=region.name,
@@ -151,13 +157,14 @@ class _View:
             reruns=self.again.get(key, 0),
         )
 
-    def _decision(self, key: Key, op: Op) -> str:
+    def _decision(self, key: Key) -> str:
         if key in self.held:
             return "output"
         if key in self.kept:
             return "store"
-        if self.codes.get(key) in self.kept:
-            return "offload" if op.rerun is not None and op.rerun.code in PLACES else "compress"
+        codes = [name for _, name in self._kept_codes(key)]
+        if codes:
+            return "offload" if any(name in PLACES for name in codes) else "compress"
         return "recompute" if key in self.again else "free"
 
     def _obstacle(self, region: Region, op: Op, value: int) -> str:
@@ -178,13 +185,12 @@ class _View:
         if decision == "free":
             return "not needed by the backward"
         if decision == "offload":
-            assert op.rerun is not None, "it says where"
             price = format_seconds(self.plan.costs.rerun(op).seconds)
-            return f"waits {about(op.rerun.code)}, back in {price}"
+            return f"waits {about(next(name for _, name in self._kept_codes(key) if name))}, back in {price}"
         if decision == "compress":
-            r, code = self.codes[key]
-            how = about(op.rerun.code) if op.rerun is not None and op.rerun.code else "exactly"
-            return f"kept as {format_bytes(self.regions[r].storages[code].nbytes)}, {how}"
+            codes = self._kept_codes(key)
+            parts = (f"{format_bytes(size)}, {about(name) if name else 'exactly'}" for size, name in codes)
+            return f"kept as {' and '.join(parts)}"
         if decision == "store" and obstacle:
             return obstacle
         if decision == "store" and key in self.crossing:
