@@ -34,7 +34,7 @@ class Policy:
     def __post_init__(self) -> None:
         if self.name not in POLICIES:
             rule = f' As a rule for everything it is "*={self.name}".' if self.name in ACTIONS else ""
-            raise PolicyError(f"there is no policy {self.name!r}.{rule or close(self.name, POLICIES)} {HOW}")
+            raise PolicyError(f"there is no policy {self.name!r}.{close(self.name, POLICIES)}{rule} {HOW}")
         for pattern, action in self.rules:
             if not isinstance(pattern, str) or not pattern.strip():
                 raise PolicyError(f"the pattern {pattern!r} names nothing. {HOW}")
