@@ -12,6 +12,7 @@ import gradstow as gs
 from equality import differences, tight_budget, train
 from gradstow._stow import plan_of
 from gradstow._units import format_bytes
+from gradstow.capture._normalize import drop_tangents
 from gradstow.report import plan_json, summarize
 from models import BROKEN, CASES, Case, Skipped, broken_cases, first_four, rows
 from twins import POLICIES, assert_equal_twins, data, steps
@@ -117,3 +118,45 @@ def test_a_buffer_that_a_later_part_changes(policy: str) -> None:
     plan = plan_of(model)
     assert plan is not None
     assert "reads what is changed before the backward" in {op.pinned for r in plan.graph.regions for op in r.ops}
+
+
+class HandsOnParts(torch.nn.Module):
+    """A graph that hands on parts of its input, of which one gets no gradient: zeros stand for it in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        a, b, c = h.split([8, 8, 8], dim=1)
+        a, b, c = self.second(a), b.transpose(0, 1).view(8, -1), c.transpose(0, 1).sin()
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            scale = b.mean()
+        return a * scale + c.transpose(0, 1)
+
+
+@pytest.mark.parametrize("policy", ["store-all", "recompute-all"])
+def test_a_part_without_a_gradient(policy: str) -> None:
+    use = steps(lambda model, step: model(data(8, 16, seed=step)).square().mean())
+    assert_equal_twins(HandsOnParts, use, policy)
+
+
+def test_zeros_for_absent_gradients_lie_on_memory_of_their_own() -> None:
+    """The gradient that they stand for may be a view of an input's memory, as fakes tell it."""
+    graph = torch.fx.Graph()
+    given, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+    other = graph.placeholder("tangents_2")
+    absent = graph.call_function(torch.ops.aten.t.default, (tangent,))
+    joined = graph.call_function(torch.ops.aten.cat.default, ([absent, other],))
+    graph.output((joined,))
+    x = torch.empty(4, 4)
+    values = {given: x, tangent: x, other: torch.empty(4, 4), absent: x.t(), joined: torch.empty(8, 4)}
+    for node, value in values.items():
+        node.meta["val"] = value
+    drop_tangents(graph, [False, True])
+    (zeros,) = graph.find_nodes(op="call_function", target=torch.ops.aten.zeros.default)
+    assert zeros.meta["val"].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert zeros.meta["val"].stride() == (4, 1)

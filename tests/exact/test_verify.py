@@ -47,19 +47,19 @@ def test_the_users_model_is_untouched(device: str) -> None:
 
 
 def test_a_wrong_rerun_is_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradstow.execute import _lower
+    from gradstow.capture import _region
 
-    real = _lower.rerun_call
+    real = _region.rerun_call
 
-    def wrong(node: Any) -> Any:
+    def wrong(node: Any, decode: Any = None) -> Any:
         """BatchNorm made again with another scale, or on CUDA with another epsilon."""
-        call = real(node)
+        call = real(node, decode)
         if call is None:
             return None
         last = OutputRef(1) if isinstance(call.args[-1], OutputRef) else 1.0
         return RerunCall(call.target, (*call.args[:-1], last), call.outputs)
 
-    monkeypatch.setattr(_lower, "rerun_call", wrong)
+    monkeypatch.setattr(_region, "rerun_call", wrong)
     result = verified(CONV, device)
     assert not result.equal
     assert not result.ok

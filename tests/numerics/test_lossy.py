@@ -38,6 +38,10 @@ WIDE = {"the whole range": torch.linspace(-1, 1, 1000) * BIG, "largest": torch.f
 WIDE |= {f"largest {t}": torch.full((300,), torch.finfo(t).max, dtype=t) for t in (torch.float16, torch.bfloat16)}
 
 
+# as bf16 the short types gain nothing, and float64 reaches further: never offered
+PAIRS = [(name, t) for name in CODES for t in KINDS if name != "bf16" or t == torch.float32]
+
+
 def again(x: torch.Tensor, name: str) -> torch.Tensor:
     data = encode_lossy(x, name)
     assert data.dtype == torch.uint8
@@ -68,12 +72,9 @@ def largest_error(x: torch.Tensor, name: str) -> torch.Tensor:
     return ((high - low) / steps).clamp(min=0) * 1.0001 + size.amax(1, keepdim=True) * eps + 1e-37
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("values", VALUES)
 def test_the_bound_holds(values: str, name: str, dtype: torch.dtype) -> None:
-    if name == "bf16" and dtype != torch.float32:
-        pytest.skip("nothing to gain, and never offered")
     x = VALUES[values].to(dtype)
     got = again(x, name)
     if x.numel():
@@ -82,22 +83,18 @@ def test_the_bound_holds(values: str, name: str, dtype: torch.dtype) -> None:
         assert values != "noise" or bool(error.max() > 0.2 * largest_error(x, name).max()), "it changes nothing"
 
 
-@pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("values", WIDE)
+@pytest.mark.parametrize(
+    ("values", "name"), [(values, name) for values, x in WIDE.items() for name in CODES if (name, x.dtype) in PAIRS]
+)
 def test_nothing_overflows(values: str, name: str) -> None:
     x = WIDE[values]
-    if name == "bf16" and x.dtype != torch.float32:
-        pytest.skip("nothing to gain, and never offered")
     got = again(x, name)
     assert bool(got.isfinite().all())
     assert bool(((groups(got) - groups(x)).abs() <= largest_error(x, name)).all())
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=str)
 def test_inf_and_nan_survive(name: str, dtype: torch.dtype) -> None:
-    if name == "bf16" and dtype != torch.float32:
-        pytest.skip("nothing to gain, and never offered")
     x = _noise(10, GROUP).to(dtype)
     x[1, 3], x[2, 5], x[3, 7], x[9, 127] = float("inf"), -float("inf"), float("nan"), float("nan")
     x[4], x[5], x[6] = float("nan"), float("inf"), -float("inf")

@@ -68,18 +68,18 @@ def test_every_family_of_timm_is_there() -> None:
 
 
 def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradstow.execute import _lower
+    from gradstow.capture import _region
 
-    real = _lower.rerun_call
+    real = _region.rerun_call
 
-    def wrong(node: Any) -> Any:
-        call = real(node)
+    def wrong(node: Any, decode: Any = None) -> Any:
+        call = real(node, decode)
         if call is None:
             return None
         last = OutputRef(1) if isinstance(call.args[-1], OutputRef) else 1.0
         return RerunCall(call.target, (*call.args[:-1], last), call.outputs)
 
-    monkeypatch.setattr(_lower, "rerun_call", wrong)
+    monkeypatch.setattr(_region, "rerun_call", wrong)
     row = attempt("torchvision:mnasnet0_5", rounds=1)
     assert (row["outcome"], row["equal"]) == ("different", "no")
     assert "gradient of" in row["note"]

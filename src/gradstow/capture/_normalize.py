@@ -175,5 +175,5 @@ def _fill_with_zeros(graph: fx.Graph, node: fx.Node, absent: set[fx.Node]) -> No
             zeros = graph.call_function(
                 aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
             )
-        zeros.meta = {"val": value}
+        zeros.meta = {"val": value.new_zeros(value.shape), "partitioner_tag": "is_backward"}  # on memory of its own
         node.replace_input_with(source, zeros)
