@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 import gradstow as gs
 import twins
 from equality import differences
 from gradstow.capture import arrived_strides
+from gradstow.capture._layouts import _OPS, real_layouts
 
 pytestmark = pytest.mark.usefixtures("guessed_costs")
 
@@ -130,3 +135,88 @@ def test_a_result_of_unsure_layout_written_over_is_seen(monkeypatch: pytest.Monk
         model = Pairs().train()
         found.append(pairs_steps(gs.stow(model, policy="store-all") if stow else model))
     assert differences(*found) != []
+
+
+class Sideways(nn.Module):
+    """An op on a transposed tensor, whose result real kernels lay out otherwise than fakes; views follow."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.after, self.kind = nn.Linear(24, 24), nn.Linear(24, 24), kind
+        self.norm: nn.Module = nn.BatchNorm2d(24) if kind == "images" else nn.BatchNorm1d(24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        turned = h.transpose(1, 2)
+        if self.kind == "series":
+            return self.after(self.norm(turned).transpose(1, 2)).square().mean()
+        if self.kind == "images":
+            h = h.view(2, 4, 5, 24).permute(0, 3, 2, 1)
+            return self.after(self.norm(h).permute(0, 2, 3, 1)).square().mean()
+        if self.kind in LOSSES:
+            return LOSSES[self.kind](turned * 2, x.transpose(1, 2).contiguous())
+        return self.after(getattr(nn.functional, self.kind)(turned).contiguous().transpose(1, 2)).square().mean()
+
+
+LOSSES = {
+    "mse_loss": nn.functional.mse_loss,
+    "smooth_l1_loss": nn.functional.smooth_l1_loss,
+    "huber_loss": nn.functional.huber_loss,
+}
+
+
+@pytest.mark.parametrize("policy", twins.POLICIES)
+@pytest.mark.parametrize(
+    "kind", ["images", "series", "elu", "hardtanh", "hardswish", "hardsigmoid", "softplus", "log_softmax", *LOSSES]
+)
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+def test_an_op_on_a_transposed_tensor(kind: str, policy: str) -> None:
+    use = twins.steps(lambda model, step: model(twins.data(2, 20, 24, seed=step)))
+    twins.assert_equal_twins(lambda: Sideways(kind), use, policy)
+
+
+def _turned() -> torch.Tensor:
+    return twins.data(4, 8, 3).transpose(1, 2)
+
+
+PAIRS = {
+    "turned": lambda: (_turned(), _turned()),
+    "gradient": lambda: (_turned().contiguous(), _turned()),
+    "input": lambda: (_turned(), _turned().contiguous()),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("op", _OPS, ids=str)
+def test_fakes_lie_as_the_real_results(op: torch._ops.OpOverload, pair: str) -> None:
+    x, gradient = PAIRS[pair]()
+    statistics = [torch.zeros(3), torch.ones(3)]
+    arguments: dict[str, tuple[Any, ...]] = {
+        "native_group_norm": (x, None, None, 4, 3, 8, 3, 1e-5),
+        "native_group_norm_backward": (gradient, x, torch.zeros(4, 3), torch.ones(4, 3), None, 4, 3, 8, 3, [True] * 3),
+        "native_batch_norm": (x, None, None, *statistics, True, 0.1, 1e-5),
+        "_native_batch_norm_legit": (x, None, None, *statistics, True, 0.1, 1e-5),
+        "_native_batch_norm_legit_functional": (x, None, None, *statistics, True, 0.1, 1e-5),
+        "native_batch_norm_backward": (gradient, x, None, None, None, *statistics, True, 1e-5, [True] * 3),
+        "binary_cross_entropy": (x.sigmoid(), gradient.sigmoid(), None, 0),
+        "elu_backward": (gradient, 1.0, 1.0, 1.0, False, x),
+        "hardtanh_backward": (gradient, x, -1.0, 1.0),
+        "softplus_backward": (gradient, x, 1.0, 20.0),
+        "_log_softmax_backward_data": (gradient, x, -1, torch.float32),
+        "huber_loss_backward": (torch.tensor(1.0), x, gradient, 1, 1.0),
+        "smooth_l1_loss_backward": (torch.tensor(1.0), x, gradient, 1, 1.0),
+        "mse_loss_backward": (torch.tensor(1.0), x, gradient, 1),
+        "native_layer_norm_backward": (
+            gradient, x, [8], torch.zeros(4, 3, 1), torch.ones(4, 3, 1), None, None, [True, False, False]
+        ),
+    }  # fmt: skip
+    name = op._schema.name.partition("::")[2]
+    given = arguments.get(name, (gradient, x))
+    if op._overloadname == "no_stats":
+        given = (x, None, None, True, 0.1, 1e-5)
+    real = op(*given)
+    with real_layouts(), FakeTensorMode() as mode:
+        fake = op(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
+    first, other = (r if isinstance(r, torch.Tensor) else r[0] for r in (real, fake))
+    assert other.shape == first.shape
+    assert other.stride() == first.stride()

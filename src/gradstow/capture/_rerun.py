@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 
 from gradstow._ops import batch_norm_apply
 from gradstow.actions import Decode
@@ -43,7 +44,9 @@ def rerun_call(node: fx.Node, decode: Decode | None = None) -> RerunCall | None:
         return None
     x, weight, bias, _mean, _var, training, momentum, eps = node.args
     val = x.meta["val"]
-    if val.device.type == "cpu" and val.dtype in (torch.float32, torch.float64):
+    # of another layout the kernel goes element by element, and rounds otherwise than with statistics folded in
+    whole = val.is_contiguous(memory_format=suggest_memory_format(val))
+    if whole and val.device.type == "cpu" and val.dtype in (torch.float32, torch.float64):
         return RerunCall(batch_norm_apply, (x, weight, bias, OutputRef(1), OutputRef(2)), (0,))
     target = aten._native_batch_norm_legit.no_stats
     return RerunCall(target, (x, weight, bias, training, momentum, eps), (0, 1, 2))
