@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
+from gradstow.capture._layouts import real_layouts
 from gradstow.capture._rerun import OutputRef, rerun_call
 
 aten = torch.ops.aten
@@ -143,6 +145,7 @@ def drop_tangents(graph: fx.Graph, arriving: Sequence[bool]) -> None:
     output.args = (fx.node.map_arg(output.args[0], lambda n: None if n in absent else n),)
     graph.eliminate_dead_code()
     _spread_doubt(graph)
+    _lay_out_again(graph)
     for node in tangents:
         if node in absent:
             graph.erase_node(node)
@@ -153,6 +156,38 @@ def _spread_doubt(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "output" and any(UNSURE in source.meta for source in node.all_input_nodes):
             node.meta = {**node.meta, UNSURE: True}
+
+
+def _lay_out_again(graph: fx.Graph) -> None:
+    """Without what was dropped, results lie otherwise than when they were traced; views may then have to copy, as
+    plain PyTorch's reshapes do."""
+    for node in graph.nodes:
+        mode = _fake_mode(node)
+        if UNSURE not in node.meta or node.op != "call_function" or mode is None or _has_effects(node):
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with mode, real_layouts():
+            if node.target is aten.view.default and not _can_view(*args):
+                node.target = aten._reshape_copy.default
+            node.meta = {**node.meta, "val": node.target(*args, **kwargs)}
+
+
+def _can_view(value: torch.Tensor, size: list[int]) -> bool:
+    try:
+        value.view(size)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _fake_mode(node: fx.Node) -> Any:
+    values = node.meta.get("val")
+    first = values[0] if isinstance(values, (tuple, list)) and values else values
+    return getattr(first, "fake_mode", None)
+
+
+def _has_effects(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _drop_from_add(node: fx.Node, absent: set[fx.Node]) -> None:
