@@ -15,15 +15,12 @@ import argparse
 
 import gradstow as gs
 from _cases import CASES, Case
-from _measured import MIB, measured
+from _measured import begun, measured
 from _rows import VERSIONS, parse, versions, write
-from gradstow._api import make_step
-from gradstow._planning import Priced, capture_step, plan_priced, price
+from gradstow._planning import Priced, plan_priced, price
 from gradstow._units import Budget
-from gradstow._verify import Proof, step_peak
 from gradstow._wanted import Wanted
 from gradstow.actions import LOSSLESS
-from gradstow.cli._targets import build_target
 from gradstow.planner import frontier
 
 MODELS = ("alexnet", "vgg16", "resnet50", "densenet121", "gpt2")
@@ -41,14 +38,11 @@ def main() -> None:
 
 
 def run(name: str, case: Case, arguments: argparse.Namespace) -> None:
-    target = build_target(case.target, case.batch, attn=case.attn, seq=case.seq)
-    step = make_step(target.model, target.batch, target.loss, None, None, keep_output=False)
-    captured = capture_step(target.model, step, Wanted())
+    captured, proof, plain_peak = begun(case, arguments.device)
     bare, coded = price(captured.graph(), Wanted()), price(captured.graph(LOSSLESS), Wanted())
     points, _ = frontier(coded.graph, coded.costs, points=24, kind=gs.Plan)
-    proof = Proof(target.model, target.batch, step.call, step.loss, None, steps=1)
     common = {"model": name, "batch": case.batch, **versions(arguments.device)}
-    common["plain_peak_mib"] = step_peak(proof.plain, arguments.device) / MIB
+    common["plain_peak_mib"] = plain_peak
     for percent in PERCENTS:
         try:
             base = plan_priced(bare, Wanted(Budget(percent=percent)))

@@ -14,15 +14,12 @@ import argparse
 
 import gradstow as gs
 from _cases import CASES, Case
-from _measured import MIB, measured
+from _measured import MIB, begun, measured
 from _rows import VERSIONS, parse, versions, write
-from gradstow._api import make_step
-from gradstow._planning import capture_step, plan_captured
+from gradstow._planning import plan_captured
 from gradstow._units import Budget
-from gradstow._verify import Proof, step_peak
 from gradstow._wanted import Wanted
-from gradstow.cli._targets import build_target
-from gradstow.offload import bandwidth_of
+from gradstow.cost import bandwidth_of
 from gradstow.planner import Policy
 
 PEAKS = {"gpt8": 65, "resnet50": 250}
@@ -42,13 +39,10 @@ def main() -> None:
 
 
 def run(name: str, case: Case, arguments: argparse.Namespace) -> None:
-    target = build_target(case.target, case.batch, attn=case.attn, seq=case.seq)
-    step = make_step(target.model, target.batch, target.loss, None, None, keep_output=False)
-    captured = capture_step(target.model, step, Wanted())
-    proof = Proof(target.model, target.batch, step.call, step.loss, None, steps=1)
+    captured, proof, plain_peak = begun(case, arguments.device)
     budget = Budget(total_bytes=captured.graph().resident.total + PEAKS[name] * MIB)
     common = {"model": name, "batch": case.batch, "budget_mib": PEAKS[name], **versions(arguments.device)}
-    common["plain_peak_mib"] = step_peak(proof.plain, arguments.device) / MIB
+    common["plain_peak_mib"] = plain_peak
     ways = {
         "store and recompute": Wanted(budget, actions=("store", "recompute")),
         "and compress": Wanted(budget),

@@ -31,10 +31,10 @@ def codes_of_rules(graph: StepGraph, wanted: Wanted) -> Codes:
             region = graph.regions[r]
             code = action if action in CODES else wanted.place
             found.append((region.fingerprint, region.ops[i].name, code))
-    return _grouped(found, {})
+    return _grouped(found)
 
 
-def every_code(graph: StepGraph, ruled: Codes, wanted: Wanted, code: str) -> Codes:
+def every_code(graph: StepGraph, wanted: Wanted, code: str) -> Codes:
     """All results, of which no rule says otherwise, as one code."""
     bound = ops_of_rules(graph, wanted.policy.rules, [pattern for pattern, _ in wanted.policy.rules])
     found = [
@@ -43,11 +43,11 @@ def every_code(graph: StepGraph, ruled: Codes, wanted: Wanted, code: str) -> Cod
         for i, op in enumerate(region.ops)
         if not op.backward and (r, i) not in bound
     ]
-    return _grouped(found, ruled)
+    return _grouped(found)
 
 
-def worthwhile(coded: Sequence[tuple[str, StepGraph, CostTable]], bare: StepGraph, ruled: Codes) -> Iterator[Codes]:
-    """Choices of codes to plan with, from many to few, those of rules always among them.
+def worthwhile(coded: Sequence[tuple[str, StepGraph, CostTable]], bare: StepGraph) -> Iterator[Codes]:
+    """Choices of codes to plan with, from many to few.
 
     A code is worth it where going there and back takes less time than the op itself takes to run again, or where it
     must not run again. Of several the fastest is taken; those that free the most bytes for a second come first. What
@@ -55,19 +55,18 @@ def worthwhile(coded: Sequence[tuple[str, StepGraph, CostTable]], bare: StepGrap
     ``coded``: (code, the graph with every result so, its costs).
     """
     once = {(region.fingerprint, op.name) for region in bare.regions for op in region.ops if op.pinned}
-    fixed = {(p, name) for p, codes in ruled.items() for names in codes.values() for name in names}
     found: dict[tuple[str, str], tuple[float, str]] = {}
     for code, graph, costs in coded:
         for region in graph.regions:
             for op, encode in _coded(region):
                 key = region.fingerprint, op.name
                 seconds = costs.rerun(op).seconds + sum(costs.run(o).seconds for o in encode)
-                if key not in fixed and (seconds < costs.run(op).seconds or key in once):
+                if seconds < costs.run(op).seconds or key in once:
                     nbytes = region.storages[region.values[op.outputs[0]].storage].nbytes
                     found[key] = min((seconds / max(nbytes, 1), code), found.get(key, (float("inf"), "")))
     ranked = sorted(found, key=lambda key: (found[key][0], key))
     for count in dict.fromkeys(max(1, round(share * len(ranked))) for share in _SHARES) if ranked else ():
-        chosen = _grouped([(*key, found[key][1]) for key in ranked[:count]], ruled)
+        chosen = _grouped([(*key, found[key][1]) for key in ranked[:count]])
         timed = chosen
         for _, graph, costs in coded:
             timed = with_time(timed, graph, costs)
@@ -124,9 +123,9 @@ def _deadlines(region: Region, costs: CostTable, names: Set[str]) -> Iterator[st
         yield f"{name}>{last}" if name != last else name
 
 
-def _grouped(found: Sequence[tuple[str, str, str]], ruled: Codes) -> Codes:
-    """(region, op, code) as Codes, beside those of rules."""
-    result = {p: {code: set(names) for code, names in codes.items()} for p, codes in ruled.items()}
+def _grouped(found: Sequence[tuple[str, str, str]]) -> Codes:
+    """(region, op, code) as Codes."""
+    result: dict[str, dict[str, set[str]]] = {}
     for region, name, code in found:
         result.setdefault(region, {}).setdefault(code, set()).add(name)
     return {p: {code: frozenset(names) for code, names in codes.items()} for p, codes in result.items()}

@@ -4,9 +4,9 @@
 a tensor of them. Numbers are treated in groups of 128 neighbours:
 
 - ``int8``, ``int4``, ``int2``: the range of a group's finite numbers is cut into 255, 15 or 3 equal steps, and a number
-  is rounded up or down at random so that it is right on average. A group keeps its middle and its step (float32; for
-  float64 tensors float64). Where a group holds inf or NaN its step is negative, and the three highest codes stand
-  for -inf, inf and NaN: the others get fewer steps.
+  is rounded up or down at random so that it is right on average; the lowest comes back exactly. A group keeps half of
+  its lowest number and half of its step (float32; for float64 tensors float64). Where a group holds inf or NaN its
+  step is negative, and the three highest codes stand for -inf, inf and NaN: the others get fewer steps.
 - ``fp8``: 8-bit floats with 5 bits of exponent, each group scaled by a power of two; rounded to nearest.
 - ``bf16``: rounded to nearest, finite numbers stay finite.
 
@@ -27,7 +27,6 @@ from gradstow._codes import CODES, GROUP, Code
 _ROWS = 2048  # groups that are worked on at a time
 _DRAWN = 64  # groups that a draw of random numbers is for
 _TINY = {torch.float32: 1e-38, torch.float64: 1e-300}  # smaller steps are none: 1 / step must not overflow
-
 
 _LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
 _LIBRARY.define("encode_lossy(Tensor x, str code) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))

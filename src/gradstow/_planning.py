@@ -18,9 +18,9 @@ from gradstow._units import Budget, format_bytes
 from gradstow._wanted import Wanted
 from gradstow.actions import LOSSLESS, Action, Codes
 from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, capture, device_of, tensors
-from gradstow.cost import analytic_costs, measured_costs
+from gradstow.cost import analytic_costs, measured_costs, transfer_costs
 from gradstow.ir import CostTable, RegionSchedule, StepGraph
-from gradstow.offload import check_place, transfer_costs
+from gradstow.offload import check_place
 from gradstow.planner import Effort, make_plan, plain_step_peak, smallest_peak, store_all_peak
 
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
@@ -86,15 +86,16 @@ def plan_captured(captured: Captured, wanted: Wanted) -> Plan:
     Codes are tried only where storing everything does not fit, so that a large budget costs nothing, or where rules
     ask for them. Of the plans without codes, with exact ones, lossy ones and elsewhere the fastest is taken.
     """
-    ruled = codes_of_rules(captured.graph(), wanted)
+    graph = captured.graph()
+    ruled = codes_of_rules(graph, wanted)
     _check_places(ruled, wanted, captured.common.device)
     exact = LOSSLESS if "compress" in wanted.actions else ()
-    bare = price(captured.graph(codes=ruled), wanted)
     if asks_for_codes(wanted.policy):
         return _fastest(_ruled_ways(captured, exact, ruled, wanted), wanted)
+    bare = price(graph, wanted)
     if wanted.policy.name != "auto" or _stores_all(bare, wanted):
         return plan_priced(bare, wanted)
-    return _fastest(_ways(captured, bare, exact, ruled, wanted), wanted)
+    return _fastest(_ways(captured, bare, exact, wanted), wanted)
 
 
 def _check_places(ruled: Codes, wanted: Wanted, device: str) -> None:
@@ -113,17 +114,17 @@ def _ruled_ways(captured: Captured, exact: Sequence[Action], ruled: Codes, wante
     yield found
 
 
-def _ways(captured: Captured, bare: Priced, exact: Sequence[Action], ruled: Codes, wanted: Wanted) -> Iterator[Priced]:
+def _ways(captured: Captured, bare: Priced, exact: Sequence[Action], wanted: Wanted) -> Iterator[Priced]:
     """The step with all that may be encoded, then with less."""
-    coded = price(captured.graph(exact, ruled), wanted)
+    coded = price(captured.graph(exact), wanted)
     if any(op.lazy for region in coded.graph.regions for op in region.ops):
         yield coded
     yield bare
     allowed = [code for code in (wanted.lossy, wanted.offload) if code is not None]
-    every = [(c, price(captured.graph(exact, every_code(bare.graph, ruled, wanted, c)), wanted)) for c in allowed]
+    every = [(c, price(captured.graph(exact, every_code(bare.graph, wanted, c)), wanted)) for c in allowed]
     found: list[tuple[float, int, Priced]] = []
     for some in ([item] for item in every) if len(every) < 2 else (every[:1], every[1:], every):
-        for codes in worthwhile([(code, p.graph, p.costs) for code, p in some], bare.graph, ruled):
+        for codes in worthwhile([(code, p.graph, p.costs) for code, p in some], bare.graph):
             priced = price(captured.graph(exact, codes), wanted)
             found.append((_roughly(priced, wanted), len(found), priced))
     for _, _, priced in sorted(found)[:_TRIED]:

@@ -22,8 +22,9 @@ import gradstow as gs
 from equality import differences
 from gradstow import _lossy
 from gradstow._stow import is_stowed, plan_of
+from gradstow.cost import bandwidth_of
 from gradstow.errors import BudgetTooSmall, OffloadError, PolicyError
-from gradstow.offload import _ops, arrived, bandwidth_of, check_place, fetch, send, sent, store_in
+from gradstow.offload import _ops, arrived, check_place, fetch, send, sent, store_in
 from gradstow.report import plan_json
 from twins import assert_equal_twins, data, steps
 
@@ -266,7 +267,7 @@ def test_bandwidth_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(_store: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("gradstow.offload._bandwidth._measured", never)
+    monkeypatch.setattr("gradstow.cost._transfers._measured", never)
     assert bandwidth_of("disk") == first
     assert first.seconds(1 << 20, back=True) < first.seconds(1 << 24, back=True)
     assert "/s there" in str(first)

@@ -7,5 +7,16 @@ from gradstow.cost._analytic import Profile, analytic_costs, find_profile
 from gradstow.cost._cache import measured_costs
 from gradstow.cost._measure import measure
 from gradstow.cost._memory import PeakMemory, measure_peak
+from gradstow.cost._transfers import bandwidth_of, transfer_costs
 
-__all__ = ["PeakMemory", "Profile", "analytic_costs", "find_profile", "measure", "measure_peak", "measured_costs"]
+__all__ = [
+    "PeakMemory",
+    "Profile",
+    "analytic_costs",
+    "bandwidth_of",
+    "find_profile",
+    "measure",
+    "measure_peak",
+    "measured_costs",
+    "transfer_costs",
+]

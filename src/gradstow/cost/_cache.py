@@ -74,9 +74,13 @@ def _digest(signature: str) -> str:
 
 
 def _path(key: Mapping[str, Any]) -> Path:
+    return cache_folder() / f"{_digest(json.dumps(key, sort_keys=True))}.json"
+
+
+def cache_folder() -> Path:
+    """Where what was measured is kept for other processes."""
     given = os.environ.get("GRADSTOW_CACHE_DIR")
-    folder = Path(given) if given else Path.home() / ".cache" / "gradstow" / "costs"
-    return folder / f"{_digest(json.dumps(key, sort_keys=True))}.json"
+    return Path(given) if given else Path.home() / ".cache" / "gradstow" / "costs"
 
 
 def _read(key: Mapping[str, Any]) -> dict[str, OpCost]:
@@ -117,12 +121,13 @@ def _add(key: Mapping[str, Any], fresh: Mapping[str, OpCost]) -> None:
     try:
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, json.dumps(data))
+        write_whole(path, json.dumps(data))
     except (OSError, RuntimeError) as error:
         _warn("written", error)
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that no reader sees a part of it."""
     handle, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "w") as file:

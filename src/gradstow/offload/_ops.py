@@ -14,6 +14,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,9 +53,7 @@ def _send(x: torch.Tensor, place: str) -> torch.Tensor:
 
 def _sent(x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
     number = int(ticket)
-    error = _values[number].writing.exception()
-    if error is not None:  # anew: the worker's own would keep alive all that it is raised through
-        raise OffloadError(str(error)) if isinstance(error, OffloadError) else error
+    _wait(_values[number].writing)
     return _ticket(number)
 
 
@@ -93,8 +92,13 @@ def arrived(x: torch.Tensor) -> None:
         OffloadError: it cannot be read, or is not what was written.
     """
     reading = _reading.pop(x.untyped_storage().data_ptr(), None)
-    error = None if reading is None else reading.exception()
-    if error is not None:
+    if reading is not None:
+        _wait(reading)
+
+
+def _wait(transfer: Future[Any]) -> None:
+    error = transfer.exception()
+    if error is not None:  # anew: the worker's own would keep alive all that it is raised through
         raise OffloadError(str(error)) if isinstance(error, OffloadError) else error
 
 

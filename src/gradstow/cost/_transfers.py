@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -16,8 +17,9 @@ import torch
 
 from gradstow._errors import OffloadError
 from gradstow._units import format_bytes
+from gradstow.cost._cache import cache_folder, write_whole
 from gradstow.ir import OpCost
-from gradstow.offload._store import Store, store_in
+from gradstow.offload import Store, store_in
 
 _TRIED = (32 << 20, 1 << 20)  # bytes of one try; fewer where there is no room
 _TRIES = 3
@@ -42,7 +44,7 @@ class Bandwidth:
 @functools.cache
 def bandwidth_of(place: str) -> Bandwidth:
     """Measured once per place, and kept beside the costs of ops for the next process."""
-    path = _file()
+    path = cache_folder() / "bandwidth.json"
     name = f"{place} on device {os.stat(store_in(place).folder).st_dev}"
     known = _read(path)
     if name not in known:
@@ -73,11 +75,6 @@ def _try(store: Store, nbytes: int) -> tuple[float, float]:
     return nbytes / min(there), nbytes / min(back)
 
 
-def _file() -> Path:
-    given = os.environ.get("GRADSTOW_CACHE_DIR")
-    return (Path(given) if given else Path.home() / ".cache" / "gradstow") / "bandwidth.json"
-
-
 def _read(path: Path) -> dict[str, tuple[float, float]]:
     try:
         return {str(name): (float(a), float(b)) for name, (a, b) in json.loads(path.read_text()).items()}
@@ -86,13 +83,9 @@ def _read(path: Path) -> dict[str, tuple[float, float]]:
 
 
 def _write(path: Path, known: dict[str, tuple[float, float]]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # then the next process measures again
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known))
-        os.replace(temporary, path)
-    except OSError:
-        pass  # then the next process measures again
+        write_whole(path, json.dumps(known))
 
 
 def transfer_costs(signatures: Collection[str]) -> dict[str, OpCost]:
