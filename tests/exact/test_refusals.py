@@ -212,7 +212,7 @@ def test_options_that_do_not_go_together(device: str) -> None:
     plan = gs.plan(model, batch, loss=CONV.loss)
     refused(model, PolicyError, "store-all", lambda: gs.stow(model, "60%", policy="store-al"))
     refused(model, PolicyError, "no policy", lambda: gs.plan(model, batch, loss=CONV.loss, policy="none"))
-    refused(model, GradstowError, "not both", lambda: gs.stow(model, "60%", plan=plan))
+    refused(model, GradstowError, "carries its own", lambda: gs.stow(model, "60%", plan=plan))
     refused(model, GradstowError, "budget=", lambda: gs.stow(model))
     refused(model, StalePlan, "Plan.load", lambda: gs.stow(model, plan="p.json"))
     refused(model, GradstowError, "not stowed", lambda: gs.unstow(model))

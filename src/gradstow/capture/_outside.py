@@ -31,10 +31,11 @@ def outside_ops(output: Any, resident: set[int], received: Mapping[int, int]) ->
         if saved:
             names.append(node.name().removesuffix("0").removesuffix("Backward"))
             held.update(saved)
-        new = {n for n, _ in node.next_functions if n is not None} - seen
+        following = {n for n, _ in node.next_functions if n is not None}
         if "CompiledFunction" not in node.name():
-            leaves = [n.variable for n in new if hasattr(n, "variable")]
+            leaves = [n.variable for n in following if hasattr(n, "variable")]  # those that a graph reads too
             gradients.update((storage_key(v), v.nbytes) for v in leaves)
+        new = following - seen
         seen |= new
         todo += new
     # what a graph took in, and its gradient
