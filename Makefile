@@ -18,9 +18,10 @@ help: ## list the targets
 demo: $(READY) ## train ResNet-50 plain and under a memory limit, and show both (3 minutes)
 	$(BIN)/gradstow demo
 
+# Two processes of one thread each: threads that wait for one another would take the cores from the other process.
 test: $(READY) ## all tests that run on a CPU
 	@code=0; $(MAKE) --no-print-directory coverage || code=1; \
-	$(BIN)/python -m pytest -q --ignore=tests/null || code=1; exit $$code
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --ignore=tests/null || code=1; exit $$code
 
 # Only these: counting takes three times as long, and hand-made graphs say exactly what is expected of each line.
 coverage: $(READY) ## the tests on hand-made graphs, and that they reach 95 % of ir and planner
