@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from gradstow._errors import CaptureError, GradstowError
+from gradstow._errors import CaptureError, GradstowError, PolicyError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
-from gradstow._planning import capture_step, plan_priced, plan_step, price, users_errors
+from gradstow._planning import capture_step, plan_frontier, plan_step, users_errors
 from gradstow._stow import MAX_PLANS, check_alone, plain, stow_model, unstow_model
 from gradstow._verify import Proof, Verification
 from gradstow._wanted import ACTIONS, LossyLike, PolicyLike, Progress, Wanted
-from gradstow.actions import LOSSLESS
 from gradstow.capture import Step
 from gradstow.cost import find_profile
 from gradstow.planner import Effort
-from gradstow.planner import frontier as find_frontier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -146,41 +143,32 @@ def frontier(
     forward: Forward | None = None,
     keep_output: bool = True,
     progress: Progress | None = None,
+    policy: PolicyLike = "auto",
     actions: Sequence[str] = ACTIONS,
+    lossy: LossyLike = None,
+    offload: str | None = None,
 ) -> Frontier:
     """Time against peak for one training step: plans from everything stored down to the smallest peak.
 
-    Args: as for ``plan``; ``points`` is the number of budgets, evenly apart in bytes.
+    Args: as for ``plan``; ``points`` is the number of budgets, evenly apart in bytes. ``policy`` may hold rules, and no
+    name but "auto". ``lossy`` and ``offload`` take several times as long to plan.
 
     Returns:
         A frontier: print it, draw it, hand one of its plans to ``stow``. Seconds are predicted, and each point
         has a proven lower bound beside it.
 
     Raises:
-        CaptureError.
+        CaptureError, PolicyError, OffloadError.
     """
     if points < 2:
         raise GradstowError(f"a frontier needs at least two points, not points={points}.")
-    wanted = Wanted.of(actions=actions, progress=progress)
+    wanted = Wanted.of(None, policy, actions, lossy, offload, progress=progress)
+    if wanted.policy.name != "auto":
+        raise PolicyError(f"the policy {wanted.policy.name!r} is one plan, not a frontier. See gs.plan, or give rules.")
     with users_errors():
         captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), wanted)
-    bare = price(captured.graph(), wanted)
-    full = price(captured.graph(LOSSLESS), wanted) if "compress" in wanted.actions else bare
-    found, proven = find_frontier(
-        full.graph, full.costs, points=points, kind=Plan, progress=partial(wanted.say, "plan")
-    )
-    plans = [plan for plan in found if isinstance(plan, Plan)]
-    if full is not bare:  # where nothing is encoded storing everything takes the least time
-        plans = _put_first(plan_priced(bare, wanted), plans)
+        plans, proven = plan_frontier(captured, wanted, points)
     return Frontier(tuple(plans), proven)
-
-
-def _put_first(stored: Plan, plans: list[Plan]) -> list[Plan]:
-    """The plans with one of more memory before them, for which the first one goes, where it takes less time."""
-    slower = stored.predicted_seconds >= plans[0].predicted_seconds
-    if slower or stored.predicted_step_peak_bytes <= plans[0].predicted_step_peak_bytes:
-        return plans
-    return [replace(stored, budget=f"{stored.predicted_peak_bytes} B"), *plans]
 
 
 def verify(

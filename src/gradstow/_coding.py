@@ -46,19 +46,33 @@ def every_code(graph: StepGraph, wanted: Wanted, code: str) -> Codes:
     return _grouped(found)
 
 
-def worthwhile(coded: Sequence[tuple[str, StepGraph, CostTable]], bare: StepGraph) -> Iterator[Codes]:
+def together(first: Codes, second: Codes) -> Codes:
+    """Both, of ops that differ."""
+    return _grouped(
+        [
+            (p, name, code)
+            for codes in (first, second)
+            for p, own in codes.items()
+            for code, ns in own.items()
+            for name in ns
+        ]
+    )
+
+
+def worthwhile(coded: Sequence[tuple[str, Codes, StepGraph, CostTable]], bare: StepGraph) -> Iterator[Codes]:
     """Choices of codes to plan with, from many to few.
 
     A code is worth it where going there and back takes less time than the op itself takes to run again, or where it
     must not run again. Of several the fastest is taken; those that free the most bytes for a second come first. What
     travels is tried twice: with time to get there while other ops run, and waited for at once, which needs less.
-    ``coded``: (code, the graph with every result so, its costs).
+    ``coded``: (code, the ops whose results may be kept so, the graph where all of them are, its costs).
     """
     once = {(region.fingerprint, op.name) for region in bare.regions for op in region.ops if op.pinned}
     found: dict[tuple[str, str], tuple[float, str]] = {}
-    for code, graph, costs in coded:
+    for code, codes, graph, costs in coded:
         for region in graph.regions:
-            for op, encode in _coded(region):
+            names = codes.get(region.fingerprint, {}).get(code, frozenset())
+            for op, encode in ((op, encode) for op, encode in _coded(region) if op.name in names):
                 key = region.fingerprint, op.name
                 seconds = costs.rerun(op).seconds + sum(costs.run(o).seconds for o in encode)
                 if seconds < costs.run(op).seconds or key in once:
@@ -68,7 +82,7 @@ def worthwhile(coded: Sequence[tuple[str, StepGraph, CostTable]], bare: StepGrap
     for count in dict.fromkeys(max(1, round(share * len(ranked))) for share in _SHARES) if ranked else ():
         chosen = _grouped([(*key, found[key][1]) for key in ranked[:count]])
         timed = chosen
-        for _, graph, costs in coded:
+        for _, _, graph, costs in coded:
             timed = with_time(timed, graph, costs)
         yield timed
         if timed != chosen:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradstow._codes import CODES
-from gradstow._coding import asks_for_codes, codes_of_rules, every_code, with_time, worthwhile
+from gradstow._coding import asks_for_codes, codes_of_rules, every_code, together, with_time, worthwhile
 from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
@@ -22,6 +22,7 @@ from gradstow.cost import analytic_costs, measured_costs, transfer_costs
 from gradstow.ir import CostTable, RegionSchedule, StepGraph
 from gradstow.offload import check_place
 from gradstow.planner import Effort, make_plan, plain_step_peak, smallest_peak, store_all_peak
+from gradstow.planner import frontier as find_frontier
 
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
 _NO_GAIN = 0.003  # added time, as a part of the plain step's, that no other way of planning is tried for
@@ -86,16 +87,51 @@ def plan_captured(captured: Captured, wanted: Wanted) -> Plan:
     Codes are tried only where storing everything does not fit, so that a large budget costs nothing, or where rules
     ask for them. Of the plans without codes, with exact ones, lossy ones and elsewhere the fastest is taken.
     """
-    graph = captured.graph()
-    ruled = codes_of_rules(graph, wanted)
-    _check_places(ruled, wanted, captured.common.device)
-    exact = LOSSLESS if "compress" in wanted.actions else ()
-    if asks_for_codes(wanted.policy):
-        return _fastest(_ruled_ways(captured, exact, ruled, wanted), wanted)
-    bare = price(graph, wanted)
-    if wanted.policy.name != "auto" or _stores_all(bare, wanted):
+    bare = price(captured.graph(), wanted)
+    if not asks_for_codes(wanted.policy) and (wanted.policy.name != "auto" or _stores_all(bare, wanted)):
+        _check_places({}, wanted, captured.common.device)
         return plan_priced(bare, wanted)
-    return _fastest(_ways(captured, bare, exact, wanted), wanted)
+    return _fastest(_ways(captured, bare, wanted), wanted)
+
+
+def plan_frontier(captured: Captured, wanted: Wanted, points: int) -> tuple[list[Plan], int]:
+    """Plans from everything stored down to the smallest peak: less time always for more memory.
+
+    Second comes the highest step peak that none of the tried ways to keep values has a schedule under.
+    """
+    bare = price(captured.graph(), wanted)
+    found: list[Plan] = []
+    proven: list[int] = []
+    if not asks_for_codes(wanted.policy):  # where nothing is encoded storing everything takes the least time
+        found.append(plan_priced(bare, wanted))
+    for priced in _ways(captured, bare, wanted):
+        if priced is bare and proven:
+            continue  # encoding more is a choice of the plans before
+        plans, least = find_frontier(
+            priced.graph,
+            priced.costs,
+            points=points,
+            kind=Plan,
+            policy=wanted.policy,
+            known_ops=aten_names() if wanted.policy.rules else (),
+            recompute="recompute" in wanted.actions,
+            progress=partial(wanted.say, "plan"),
+        )
+        found += [plan for plan in plans if isinstance(plan, Plan)]
+        proven.append(least)
+    return _fastest_within(found, points), min(proven)
+
+
+def _fastest_within(plans: list[Plan], points: int) -> list[Plan]:
+    """At budgets evenly apart the fastest plan within it, the largest budget first."""
+    ranked = sorted(plans, key=lambda p: (p.predicted_seconds, p.predicted_step_peak_bytes))
+    peaks = [plan.predicted_step_peak_bytes for plan in plans]
+    high, low = max(peaks), min(peaks)
+    budgets = (high - (high - low) * i // (points - 1) for i in range(points))
+    chosen = dict.fromkeys(
+        next(i for i, plan in enumerate(ranked) if plan.predicted_step_peak_bytes <= budget) for budget in budgets
+    )
+    return [replace(p, budget=p.budget or f"{p.predicted_peak_bytes} B") for p in (ranked[i] for i in chosen)]
 
 
 def _check_places(ruled: Codes, wanted: Wanted, device: str) -> None:
@@ -105,30 +141,40 @@ def _check_places(ruled: Codes, wanted: Wanted, device: str) -> None:
         check_place(place, device)
 
 
-def _ruled_ways(captured: Captured, exact: Sequence[Action], ruled: Codes, wanted: Wanted) -> Iterator[Priced]:
-    """What rules ask for, with time for what travels, and without."""
-    found = price(captured.graph(exact, ruled), wanted)
-    timed = with_time(ruled, found.graph, found.costs)
-    if timed != ruled:
+def _ways(captured: Captured, bare: Priced, wanted: Wanted) -> Iterator[Priced]:
+    """The step with all that may be encoded, then with less; what rules ask for always."""
+    exact = LOSSLESS if "compress" in wanted.actions else ()
+    ruled = codes_of_rules(bare.graph, wanted)
+    _check_places(ruled, wanted, captured.common.device)
+    coded = price(captured.graph(exact, ruled), wanted)
+    timed = with_time(ruled, coded.graph, coded.costs)
+    if timed != ruled:  # with time for what travels, and without
         yield price(captured.graph(exact, timed), wanted)
-    yield found
-
-
-def _ways(captured: Captured, bare: Priced, exact: Sequence[Action], wanted: Wanted) -> Iterator[Priced]:
-    """The step with all that may be encoded, then with less."""
-    coded = price(captured.graph(exact), wanted)
-    if any(op.lazy for region in coded.graph.regions for op in region.ops):
+    if ruled or any(op.lazy for region in coded.graph.regions for op in region.ops):
         yield coded
-    yield bare
+    if not asks_for_codes(wanted.policy):
+        yield bare
+    yield from _allowed_ways(captured, bare, exact, timed, wanted)
+
+
+def _allowed_ways(
+    captured: Captured, bare: Priced, exact: Sequence[Action], ruled: Codes, wanted: Wanted
+) -> Iterator[Priced]:
+    """Beside what rules ask for, what may pay of the code and the place that the user allows."""
+
+    def priced(codes: Codes) -> Priced:
+        return price(captured.graph(exact, together(ruled, codes)), wanted)
+
     allowed = [code for code in (wanted.lossy, wanted.offload) if code is not None]
-    every = [(c, price(captured.graph(exact, every_code(bare.graph, wanted, c)), wanted)) for c in allowed]
+    every = [(code, every_code(bare.graph, wanted, code)) for code in allowed]
+    full = [(code, codes, priced(codes)) for code, codes in every]
     found: list[tuple[float, int, Priced]] = []
-    for some in ([item] for item in every) if len(every) < 2 else (every[:1], every[1:], every):
-        for codes in worthwhile([(code, p.graph, p.costs) for code, p in some], bare.graph):
-            priced = price(captured.graph(exact, codes), wanted)
-            found.append((_roughly(priced, wanted), len(found), priced))
-    for _, _, priced in sorted(found)[:_TRIED]:
-        yield priced
+    for some in ([item] for item in full) if len(full) < 2 else (full[:1], full[1:], full):
+        for codes in worthwhile([(code, all_, p.graph, p.costs) for code, all_, p in some], bare.graph):
+            way = priced(codes)
+            found.append((_roughly(way, wanted), len(found), way))
+    for _, _, way in sorted(found)[:_TRIED]:
+        yield way
 
 
 def _roughly(priced: Priced, wanted: Wanted) -> float:

@@ -39,6 +39,8 @@ class Verification:
         compared: how many tensors were compared.
         plain_peak_bytes, measured_peak_bytes, predicted_peak_bytes: step peaks (above what is resident).
         budget_bytes: the budget for the step, or None where the plan has no limit.
+        gradient_error: where codes that are not exact were asked for, the norm of what all gradients of the first step
+            differ by, as a part of plain PyTorch's; else None.
         time_ratio: median of planned time / plain time over interleaved rounds.
         time_ratio_interval: its 95 % bootstrap interval.
         rerun_ops: ops that run again in the backward.
@@ -57,6 +59,7 @@ class Verification:
     time_ratio_interval: tuple[float, float]
     rerun_ops: int
     plan: Plan
+    gradient_error: float | None = None
 
     @property
     def within_budget(self) -> bool:
@@ -95,6 +98,8 @@ class Verification:
             + ("within" if self.within_budget else "OVER"),
             f"time ratio  {self.time_ratio:.3f} (95 % interval {low:.3f} to {high:.3f}), {self.rerun_ops} ops rerun",
         ]
+        if self.gradient_error is not None:
+            lines.append(f"gradients   of the first step differ by {100 * self.gradient_error:.2g} % of their norm")
         lines += [f"differs: {name}" for name in self.differences[:10]]
         return "\n".join(lines)
 
@@ -226,6 +231,7 @@ class Proof:
             if inspect is not None:
                 inspect(planned)
             ratios = time_ratios(self.plain, planned, rounds, lambda n: self.say("time", n, rounds))
+            error = self._gradient_error(stow) if plan.lossy else None
         if is_stowed(planned.model):
             unstow_model(planned.model)
         return Verification(
@@ -241,7 +247,23 @@ class Proof:
             time_ratio_interval=median_interval(ratios),
             rerun_ops=plan.rerun_ops,
             plan=plan,
+            gradient_error=error,
         )
+
+    def _gradient_error(self, stow: Callable[[torch.nn.Module], Any]) -> float:
+        """How far a first step's gradients are from plain PyTorch's, by their norms."""
+        plain, planned = self.trainee(), self.trainee()
+        stow(planned.model)
+        for trainee in (plain, planned):
+            seed(0)
+            trainee.step()
+        apart = whole = 0.0
+        for ours, theirs in zip(planned.model.parameters(), plain.model.parameters(), strict=True):
+            if theirs.grad is not None and ours.grad is not None:
+                expected, got = (g.to_dense() if g.is_sparse else g for g in (theirs.grad, ours.grad))
+                apart += float((got - expected).abs().double().square().sum())
+                whole += float(expected.abs().double().square().sum())
+        return (apart / whole) ** 0.5 if whole else float(apart > 0)
 
 
 def seed(number: int) -> None:

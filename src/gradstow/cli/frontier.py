@@ -8,7 +8,20 @@ from typing import Annotated
 import typer
 
 from gradstow.cli._input import InputError
-from gradstow.cli._options import AsJson, Attn, Batch, Image, Optimizer, Seq, Text, make_optimizer
+from gradstow.cli._options import (
+    AsJson,
+    Attn,
+    Batch,
+    Image,
+    Lossy,
+    Offload,
+    Optimizer,
+    Policy,
+    Seq,
+    Text,
+    lossy_of,
+    make_optimizer,
+)
 from gradstow.cli._output import Meter, results
 
 
@@ -21,6 +34,9 @@ def frontier(
     attn: Attn = None,
     image: Image = None,
     optimizer: Optimizer = "none",
+    policy: Policy = "auto",
+    lossy: Lossy = None,
+    offload: Offload = None,
     as_json: AsJson = False,
 ) -> None:
     """Show time against memory for a target: one row per budget, with the proven bound."""
@@ -39,6 +55,9 @@ def frontier(
                 loss=made.loss,
                 optimizer=make_optimizer(optimizer, made.model),
                 points=points,
+                policy=policy,
+                lossy=lossy_of(lossy),
+                offload=offload,
                 progress=meter,
             )
         data, text = {"target": made.name, **found.to_json()}, str(found)

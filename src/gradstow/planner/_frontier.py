@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from gradstow.ir import CostTable, PlanData, StepGraph
 from gradstow.planner._evaluate import Outcome, evaluate, expand
 from gradstow.planner._minimum import minimum
 from gradstow.planner._moves import improve
-from gradstow.planner._policies import kept_by_policy
-from gradstow.planner._problem import Problem, build_problem
+from gradstow.planner._policies import Policy, kept_by_policy
+from gradstow.planner._problem import Problem
 from gradstow.planner._program import Stages
 from gradstow.planner._search import Effort, search, settle
-from gradstow.planner._solve import base_seconds, plain_schedule, schedule_of
+from gradstow.planner._solve import base_seconds, restricted, schedule_of
 
 _CARRIED = 12  # moments that one point hands to the next
 
@@ -31,15 +31,20 @@ def frontier(
     *,
     points: int,
     kind: Callable[..., PlanData] = PlanData,
+    policy: Policy | None = None,
     effort: Effort | None = None,
+    known_ops: Collection[str] = (),
+    recompute: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[PlanData], int]:
     """Plans at ``points`` budgets, from the highest to the smallest that can be met, evenly apart in bytes.
 
     Each plan's peak is at or under its budget; less budget never takes less time. Second comes the highest
-    step peak that no schedule is proven to be under.
+    step peak that no schedule is proven to be under. Of ``policy`` the rules hold; ``known_ops`` and ``recompute`` are
+    as for ``make_plan``.
     """
-    problem = build_problem(graph, costs)
+    rules = policy or Policy()
+    problem, plain, notes = restricted(graph, costs, rules, known_ops, recompute)
     stages, effort = Stages(problem), effort or Effort()
     everything = evaluate(problem, expand(problem, kept_by_policy(problem, "store-all")))
     least = minimum(problem, stages, effort)
@@ -54,7 +59,21 @@ def frontier(
     found = _monotone(problem, found, effort)
     if progress is not None:
         progress(len(budgets), len(budgets))
-    return [_plan(problem, point, kind) for point in found], least.proven_bytes
+    solver: dict[str, object] = {"solver": "frontier", **({"rules": notes} if notes else {})}
+    plans = [
+        kind(
+            graph=graph,
+            schedule=schedule_of(problem, point.outcome.order),
+            plain=plain,
+            costs=costs,
+            budget=f"{point.budget + graph.resident.total} B",
+            policy=str(rules),
+            lower_bound_seconds=base_seconds(problem) + point.bound,
+            solver=solver,
+        )
+        for point in found
+    ]
+    return plans, least.proven_bytes
 
 
 def _budgets(high: int, low: int, points: int) -> list[int]:
@@ -98,17 +117,3 @@ def _monotone(problem: Problem, found: list[_Point], effort: Effort) -> list[_Po
         result.append(replace(point, outcome=outcome))
         below = outcome
     return result[::-1]
-
-
-def _plan(problem: Problem, point: _Point, kind: Callable[..., PlanData]) -> PlanData:
-    graph, costs, plain = problem.graph, problem.costs, plain_schedule(problem)
-    return kind(
-        graph=graph,
-        schedule=schedule_of(problem, point.outcome.order),
-        plain=plain,
-        costs=costs,
-        budget=f"{point.budget + graph.resident.total} B",
-        policy="auto",
-        lower_bound_seconds=base_seconds(problem) + point.bound,
-        solver={"solver": "frontier"},
-    )

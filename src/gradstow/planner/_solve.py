@@ -53,11 +53,7 @@ def make_plan(
         PolicyError: the policy or a name in its rules does not exist.
     """
     wanted = Policy.of(policy)
-    problem = build_problem(graph, costs)
-    plain = plain_schedule(problem)
-    if not recompute:
-        problem.remaker = {s: node for s, node in problem.remaker.items() if node.lazy or node.decodes}
-    notes = apply_rules(problem, wanted.rules, known_ops)
+    problem, plain, notes = restricted(graph, costs, wanted, known_ops, recompute)
     decision = _decide_replayed(problem, step_budget, wanted.name, Effort.of(effort))
     order = prefetched(problem, decision.order, step_budget)
     schedule = schedule_of(problem, order)
@@ -75,6 +71,17 @@ def make_plan(
     if step_budget is not None:
         _refuse_if_over(plan, step_budget)
     return plan
+
+
+def restricted(
+    graph: StepGraph, costs: CostTable, wanted: Policy, known_ops: Collection[str], recompute: bool
+) -> tuple[Problem, Schedule, list[str]]:
+    """The problem that rules and a ban on recomputation leave, plain PyTorch's schedule, what each rule came to."""
+    problem = build_problem(graph, costs)
+    plain = plain_schedule(problem)
+    if not recompute:
+        problem.remaker = {s: node for s, node in problem.remaker.items() if node.lazy or node.decodes}
+    return problem, plain, apply_rules(problem, wanted.rules, known_ops)
 
 
 def smallest_peak(graph: StepGraph, costs: CostTable, effort: Effort | None = None) -> tuple[int, int]:
