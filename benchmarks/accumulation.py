@@ -20,7 +20,8 @@ from _cases import CASES, Case
 from _rows import VERSIONS, parse, versions, write
 from gradstow._api import make_step
 from gradstow._stow import plan_of
-from gradstow._verify import Proof, compare, median_interval, same_rng, step_peak, time_ratios
+from gradstow._verify import Proof, compare, median_interval, step_peak, time_ratios
+from gradstow.capture import same_randomness
 from gradstow.cli._targets import build_target
 
 MIB = 1 << 20
@@ -55,7 +56,7 @@ def planned(proof: Proof, plain_peak: int, budget: str, arguments: argparse.Name
     twin = proof.trainee()
     gs.stow(twin.model, budget)
     try:
-        with same_rng():
+        with same_randomness():
             got = twin.train(proof.steps, lambda _n: None)
             peak = step_peak(twin, arguments.device)
             ratios = time_ratios(proof.plain, twin, arguments.rounds, lambda _n: None)

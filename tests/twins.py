@@ -16,7 +16,9 @@ Use = Callable[[torch.nn.Module], Seen]
 POLICIES = ("recompute-all", "tight")
 
 
-def assert_equal_twins(make: Callable[[], torch.nn.Module], use: Use, policy: str = "recompute-all") -> torch.nn.Module:
+def assert_equal_twins(
+    make: Callable[[], torch.nn.Module], use: Use, policy: str | dict[str, str] = "recompute-all"
+) -> torch.nn.Module:
     """``use`` sees the same on a plain model and on one stowed by a policy; returns the stowed one.
 
     "tight" is the smallest budget that the planner says it can meet.

@@ -43,9 +43,15 @@ CODES = {
     "bf16": Code(16, 0, 1 / 256),
 }  # fewest bytes first
 
+EXACT = {"sparse": "numbers that are not zero, and a bit for each"}
 PLACES = {"disk": "in a file"}
+
+
+def is_place(code: str) -> bool:
+    """Whether values go elsewhere: ``"disk"``, ``"disk:/path"``."""
+    return code.partition(":")[0] in PLACES
 
 
 def about(code: str) -> str:
     """What a code does to a value, in words."""
-    return f"{code}, {CODES[code]}" if code in CODES else PLACES[code]
+    return f"{code}, {CODES[code]}" if code in CODES else {**EXACT, **PLACES}[code]

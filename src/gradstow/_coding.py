@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 
-from gradstow._codes import CODES, PLACES
+from gradstow._codes import CODES, EXACT, PLACES, is_place
 from gradstow._wanted import Wanted
-from gradstow.actions import Codes
+from gradstow.actions import SPARSE_OPS, Codes
 from gradstow.ir import CostTable, Op, Region, StepGraph
 from gradstow.planner import Policy, ops_of_rules
 
-_SHARES = (1.0, 0.5, 0.25)  # of what may pay, tried from all down
-_ELSEWHERE = (*CODES, "offload", *PLACES)
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of what may pay, tried from all down
+_ELSEWHERE = (*EXACT, *CODES, "offload", *PLACES)
 
 
 def asks_for_codes(policy: Policy) -> bool:
@@ -29,19 +29,19 @@ def codes_of_rules(graph: StepGraph, wanted: Wanted) -> Codes:
     for (r, i), (_, action) in ops_of_rules(graph, rules, known).items():
         if action in _ELSEWHERE:
             region = graph.regions[r]
-            code = action if action in CODES else wanted.place
+            code = wanted.place if action in ("offload", *PLACES) else action
             found.append((region.fingerprint, region.ops[i].name, code))
     return _grouped(found)
 
 
 def every_code(graph: StepGraph, wanted: Wanted, code: str) -> Codes:
-    """All results, of which no rule says otherwise, as one code."""
+    """All results, of which no rule says otherwise, as one code that may pay for them."""
     bound = ops_of_rules(graph, wanted.policy.rules, [pattern for pattern, _ in wanted.policy.rules])
     found = [
         (region.fingerprint, op.name, code)
         for r, region in enumerate(graph.regions)
         for i, op in enumerate(region.ops)
-        if not op.backward and (r, i) not in bound
+        if not op.backward and (r, i) not in bound and (code not in EXACT or op.target in SPARSE_OPS)
     ]
     return _grouped(found)
 
@@ -62,9 +62,10 @@ def together(first: Codes, second: Codes) -> Codes:
 def worthwhile(coded: Sequence[tuple[str, Codes, StepGraph, CostTable]], bare: StepGraph) -> Iterator[Codes]:
     """Choices of codes to plan with, from many to few.
 
-    A code is worth it where going there and back takes less time than the op itself takes to run again, or where it
-    must not run again. Of several the fastest is taken; those that free the most bytes for a second come first. What
-    travels is tried twice: with time to get there while other ops run, and waited for at once, which needs less.
+    A code is worth it where going there and back takes less time than making the result again from what is likely to be
+    kept, or where its op must not run again. Of several the fastest is taken; those that free the most bytes for a
+    second come first. What travels is tried twice: with time to get there while other ops run, and waited for at once,
+    which needs less.
     ``coded``: (code, the ops whose results may be kept so, the graph where all of them are, its costs).
     """
     once = {(region.fingerprint, op.name) for region in bare.regions for op in region.ops if op.pinned}
@@ -75,7 +76,7 @@ def worthwhile(coded: Sequence[tuple[str, Codes, StepGraph, CostTable]], bare: S
             for op, encode in ((op, encode) for op, encode in _coded(region) if op.name in names):
                 key = region.fingerprint, op.name
                 seconds = costs.rerun(op).seconds + sum(costs.run(o).seconds for o in encode)
-                if seconds < costs.run(op).seconds or key in once:
+                if seconds < _again(region, op, costs) or key in once:
                     nbytes = region.storages[region.values[op.outputs[0]].storage].nbytes
                     found[key] = min((seconds / max(nbytes, 1), code), found.get(key, (float("inf"), "")))
     ranked = sorted(found, key=lambda key: (found[key][0], key))
@@ -87,6 +88,27 @@ def worthwhile(coded: Sequence[tuple[str, Codes, StepGraph, CostTable]], bare: S
         yield timed
         if timed != chosen:
             yield chosen
+
+
+def _again(region: Region, op: Op, costs: CostTable) -> float:
+    """Seconds to run an op again, with those before it whose results no backward op reads."""
+    makers, read = region.producers(), _read_later(region)
+    seconds, todo, seen = 0.0, [op], {op.name}
+    while todo:
+        now = todo.pop()
+        seconds += 0.0 if now.view else costs.run(now).seconds
+        for value in now.inputs:
+            if value in makers and region.values[value].storage not in read:
+                maker = region.ops[makers[value]]
+                if maker.name not in seen:
+                    seen.add(maker.name)
+                    todo.append(maker)
+    return seconds
+
+
+def _read_later(region: Region) -> set[int]:
+    """Storages that the backward reads."""
+    return {region.values[v].storage for op in region.ops if op.backward for v in op.inputs}
 
 
 def _coded(region: Region) -> Iterator[tuple[Op, list[Op]]]:
@@ -109,7 +131,7 @@ def with_time(codes: Codes, graph: StepGraph, costs: CostTable) -> Codes:
     regions = {region.fingerprint: region for region in graph.regions}
     return {
         print_: {
-            code: names if code in CODES else frozenset(_deadlines(regions[print_], costs, names))
+            code: frozenset(_deadlines(regions[print_], costs, names)) if is_place(code) else names
             for code, names in own.items()
         }
         for print_, own in codes.items()

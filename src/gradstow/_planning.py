@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradstow._codes import CODES
+from gradstow._codes import EXACT, is_place
 from gradstow._coding import asks_for_codes, codes_of_rules, every_code, together, with_time, worthwhile
 from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
@@ -136,7 +136,7 @@ def _fastest_within(plans: list[Plan], points: int) -> list[Plan]:
 
 def _check_places(ruled: Codes, wanted: Wanted, device: str) -> None:
     """Before anything takes time."""
-    found = {code for codes in ruled.values() for code in codes if code not in CODES} | {wanted.offload}
+    found = {code for codes in ruled.values() for code in codes if is_place(code)} | {wanted.offload}
     for place in sorted(place for place in found if place is not None):
         check_place(place, device)
 
@@ -165,11 +165,11 @@ def _allowed_ways(
     def priced(codes: Codes) -> Priced:
         return price(captured.graph(exact, together(ruled, codes)), wanted)
 
-    allowed = [code for code in (wanted.lossy, wanted.offload) if code is not None]
-    every = [(code, every_code(bare.graph, wanted, code)) for code in allowed]
-    full = [(code, codes, priced(codes)) for code, codes in every]
+    allowed = [*(EXACT if exact else ()), wanted.lossy, wanted.offload]
+    every = [(code, every_code(bare.graph, wanted, code)) for code in allowed if code is not None]
+    full = [(code, codes, priced(codes)) for code, codes in every if codes]
     found: list[tuple[float, int, Priced]] = []
-    for some in ([item] for item in full) if len(full) < 2 else (full[:1], full[1:], full):
+    for some in [*([item] for item in full), *([full] if len(full) > 1 else [])]:
         for codes in worthwhile([(code, all_, p.graph, p.costs) for code, all_, p in some], bare.graph):
             way = priced(codes)
             found.append((_roughly(way, wanted), len(found), way))

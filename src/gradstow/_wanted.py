@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradstow._codes import CODES
+from gradstow._codes import CODES, EXACT
 from gradstow._errors import PolicyError
 from gradstow._units import Budget, parse_budget
 from gradstow.actions import code_for
@@ -58,7 +58,7 @@ class Wanted:
             BudgetError, PolicyError: with what there is.
         """
         rules, allowed = Policy.of(policy), _checked(actions)
-        if "compress" not in allowed and any(action in ("compress", *CODES) for _, action in rules.rules):
+        if "compress" not in allowed and any(action in ("compress", *EXACT, *CODES) for _, action in rules.rules):
             raise PolicyError(f"the rules {str(rules)!r} compress, and actions={allowed} leaves that out. Drop one.")
         return Wanted(
             budget=None if budget is None else parse_budget(budget),

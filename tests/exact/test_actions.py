@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import gradstow as gs
-from gradstow import _ops
+from gradstow import _ops, _planning
 from gradstow._stow import plan_of
+from gradstow.cost import measure_peak
+from gradstow.ir import CostTable
 from twins import POLICIES, assert_equal_twins, data, steps
 
 aten = torch.ops.aten
@@ -171,3 +174,63 @@ def test_encoding_runs_only_for_what_is_kept() -> None:
     assert made <= set(schedule.kept)
     plain = {e.op for e in plan.plain.regions[0].forward if getattr(e, "op", -1) in lazy}
     assert plain == set(), "plain PyTorch has none of them"
+
+
+class Tower(torch.nn.Module):
+    """Convolutions and ReLUs without normalisation: the backward needs ReLU outputs alone, and half of one is zero."""
+
+    def __init__(self, bias: float = 0.0) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(torch.nn.Conv2d(i, 24, 3, padding=1) for i in (3, *[24] * 7))
+        for conv in self.convs:
+            torch.nn.init.constant_(conv.bias, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = torch.relu_(conv(x))
+        return x.square().mean()
+
+
+def images(step: int) -> torch.Tensor:
+    return data(8, 3, 80, 80, seed=step)
+
+
+@pytest.mark.filterwarnings("ignore:gradstow", "ignore:a ReLU's output")
+@pytest.mark.parametrize("bias", [0.0, 9.0], ids=["half zero", "hardly any zero"])
+def test_sparse_codes_are_exact_and_keep_their_bytes(bias: float) -> None:
+    model = assert_equal_twins(lambda: Tower(bias), steps(lambda m, step: m(images(step))), {"relu": "sparse"})
+    plan = plan_of(model)
+    assert plan is not None
+    rows = [row for row in plan.rows if row.op == "relu"]
+    assert [row.decision for row in rows] == ["compress"] * 8
+    assert "numbers that are not zero, and a bit for each" in rows[0].reason
+    assert plan.saved_bytes < 0.7 * plan.plain_saved_bytes
+    assert plan.lossy == {}
+    batch = images(0)
+    model.zero_grad()
+    with measure_peak("cpu") as memory:
+        model(batch).backward()
+    assert memory.peak_bytes <= plan.predicted_step_peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:a ReLU's output")
+def test_a_budget_takes_sparse_codes_where_they_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _planning.measured_costs
+
+    def slow_convolutions(*args: Any, **kwargs: Any) -> CostTable:
+        table = measured(*args, **kwargs)
+        costs = {t: replace(c, seconds=1.0 if "aten.convolution" in t else 1e-2) for t, c in table.costs.items()}
+        return replace(table, costs=costs)
+
+    monkeypatch.setattr(_planning, "measured_costs", slow_convolutions)
+    model, batch = Tower(), images(0)
+    bare = gs.plan(model, batch, budget="85%", actions=("store", "recompute"))
+    plan = gs.plan(model, batch, budget=bare.predicted_peak_bytes)
+    assert plan.predicted_seconds < bare.predicted_seconds - 0.9
+    assert [row.op for row in plan.rows if "for each" in row.reason] != []
+    assert gs.verify(model, batch, plan=plan, rounds=1).ok
+
+
+def test_sparse_codes_where_compressing_is_not_allowed() -> None:
+    with pytest.raises(gs.errors.PolicyError, match="compress"):
+        gs.plan(Tower(), images(0), policy={"relu": "sparse"}, actions=("store", "recompute"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from gradstow._codes import CODES
+from gradstow._codes import CODES, EXACT
 from gradstow.actions._bits import Bits
 from gradstow.actions._lossy import Lossy, code_for
 from gradstow.actions._narrow import Narrow
@@ -10,6 +10,7 @@ from gradstow.actions._offer import Action, Decode, Offers
 from gradstow.actions._offload import Offload
 from gradstow.actions._pool import PoolSizes
 from gradstow.actions._relu import ReluBits
+from gradstow.actions._sparse import SPARSE_OPS, Sparse
 
 # in this order: once pooling does not read its input any more, its ReLU may be alone to read it
 LOSSLESS: tuple[Action, ...] = (PoolSizes(), ReluBits(), Narrow(), Bits())
@@ -29,7 +30,9 @@ def _chosen(name: str) -> Action:
 
 def kept_as(code: str, ops: frozenset[str]) -> Action:
     """What keeps the results of some ops as a code, or in another place."""
+    if code in EXACT:
+        return Sparse(code, ops)
     return Lossy(code, ops) if code in CODES else Offload(code, ops)
 
 
-__all__ = ["LOSSLESS", "Action", "Codes", "Decode", "Offers", "code_for", "kept_as", "named"]
+__all__ = ["LOSSLESS", "SPARSE_OPS", "Action", "Codes", "Decode", "Offers", "code_for", "kept_as", "named"]

@@ -2,6 +2,20 @@
 
 from gradstow.offload._ops import arrived, fetch, send, sent
 from gradstow.offload._place import check_place, parse_place
+from gradstow.offload._sparse import decode_sparse, encode_sparse, sparse_nbytes, spill_sparse
 from gradstow.offload._store import Store, store_in
 
-__all__ = ["Store", "arrived", "check_place", "fetch", "parse_place", "send", "sent", "store_in"]
+__all__ = [
+    "Store",
+    "arrived",
+    "check_place",
+    "decode_sparse",
+    "encode_sparse",
+    "fetch",
+    "parse_place",
+    "send",
+    "sent",
+    "sparse_nbytes",
+    "spill_sparse",
+    "store_in",
+]

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstow._errors import OffloadError
-from gradstow.offload._store import Slot, Store, store_in
+from gradstow._errors import OffloadError, warn_user
+from gradstow.offload._store import Memory, Store, store_in
 
 _LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
 # the tag says what a random op's says: not to be run again
@@ -33,8 +33,8 @@ _LIBRARY.define("fetch(Tensor ticket, str place, int[] size, int[] stride, Scala
 class _Sent:
     """A value that is on its way, or there. ``holders``: tickets for it."""
 
-    store: Store
-    writing: Future[Slot]
+    store: Store | Memory
+    writing: Future[Any]
     holders: int = 0
 
 
@@ -55,6 +55,33 @@ def _sent(x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
     number = int(ticket)
     _wait(_values[number].writing)
     return _ticket(number)
+
+
+def put_away(x: torch.Tensor, place: str) -> torch.Tensor:
+    """Write a tensor that is dense in memory at once, and return a ticket. Where that fails it stays in memory."""
+    number, writing, data = next(_numbers), Future[Any](), _bytes(x.cpu())
+    store: Store | Memory
+    try:
+        store = store_in(place)
+        writing.set_result(store.write(data))
+    except OffloadError as error:
+        warn_user(f"{error} For now {data.nbytes} bytes stay in memory beyond the budget.")
+        store = Memory()
+        writing.set_result(store.write(data))
+    _values[number] = _Sent(store, writing)
+    return _ticket(number)
+
+
+def take_back(ticket: torch.Tensor, x: torch.Tensor) -> None:
+    """Read what ``put_away`` wrote into a tensor that is dense in memory.
+
+    Raises:
+        OffloadError: it cannot be read, or is not what was written.
+    """
+    value, target = _values[int(ticket)], x if x.device.type == "cpu" else torch.empty_like(x, device="cpu")
+    value.store.read(value.writing.result(), _bytes(target))
+    if target is not x:
+        x.copy_(target)
 
 
 def _ticket(number: int) -> torch.Tensor:
@@ -80,6 +107,7 @@ def _fetch(
 ) -> torch.Tensor:
     x = torch.empty_strided(size, stride, dtype=dtype, device=device)
     value = _values[int(ticket)]  # ``sent`` saw it written
+    assert isinstance(value.store, Store), "send wrote it"
     reading = value.store.worker.submit(value.store.read, value.writing.result(), _bytes(x))
     _reading[x.data_ptr()] = reading
     return x

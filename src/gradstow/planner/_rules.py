@@ -6,13 +6,13 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 
-from gradstow._codes import CODES, PLACES
+from gradstow._codes import CODES, EXACT, PLACES
 from gradstow._errors import PolicyError
 from gradstow.ir import Op, Region, StepGraph
 from gradstow.planner._problem import Problem
 
 Rules = tuple[tuple[str, str], ...]  # (pattern, action)
-ACTIONS = ("store", "recompute", "compress", *CODES, "offload", *PLACES)
+ACTIONS = ("store", "recompute", "compress", *EXACT, *CODES, "offload", *PLACES)
 HOW = (
     'Write a name ("auto", "store-all", "recompute-all", "sqrt", "selective"), or rules such as '
     f'{{"relu": "recompute", "layer3.*": "store"}}. Actions are {", ".join(ACTIONS)}.'

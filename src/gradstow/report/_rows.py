@@ -14,6 +14,7 @@ from gradstow.ir import Op, PlanData, Region, StorageKind
 from gradstow.report._names import module_path, short_target
 
 Key = tuple[int, int]
+_TICKET = 8  # bytes that stand for what waits elsewhere
 DECISIONS = ("store", "recompute", "compress", "offload", "output", "free")
 
 
@@ -189,7 +190,8 @@ class _View:
             return f"waits {about(next(name for _, name in self._kept_codes(key) if name))}, back in {price}"
         if decision == "compress":
             codes = self._kept_codes(key)
-            parts = (f"{format_bytes(size)}, {about(name) if name else 'exactly'}" for size, name in codes)
+            large = [(size, name) for size, name in codes if size > _TICKET]
+            parts = (f"{format_bytes(size)}, {about(name) if name else 'exactly'}" for size, name in large)
             return f"kept as {' and '.join(parts)}"
         if decision == "store" and obstacle:
             return obstacle
