@@ -59,8 +59,9 @@ def stow(
             ``"int8"``, ``"int4"``, ``"int2"``, or the largest error as a part of the range of 128 neighbours, such as
             ``0.01``. Only floats that ops of the forward make, never parameters, inputs, indices, masks or saved
             statistics. Gradients are then near plain PyTorch's, not equal; the user's random streams are left alone.
-        offload: allows values to wait for the backward elsewhere, exactly: ``"disk"`` (the folder for temporary files)
-            or ``"disk:/path/to/folder"``, in a file without a name that is gone when the process ends. CPU only.
+        offload: allows values to wait for the backward elsewhere, exactly: ``"host"`` (pinned memory of the machine,
+            for values of an accelerator), ``"disk"`` (the folder for temporary files) or ``"disk:/path/to/folder"``, in
+            a file without a name that is gone when the process ends.
 
     Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
     the backward; where the loss is computed outside of the model, six times the outputs are reserved for it.

@@ -44,7 +44,7 @@ CODES = {
 }  # fewest bytes first
 
 EXACT = {"sparse": "numbers that are not zero, and a bit for each"}
-PLACES = {"disk": "in a file"}
+PLACES = {"disk": "in a file", "host": "in host memory"}
 
 
 def is_place(code: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from gradstow._codes import CODES, EXACT, PLACES, is_place
 from gradstow._wanted import Wanted
 from gradstow.actions import SPARSE_OPS, Codes
-from gradstow.ir import CostTable, Op, Region, StepGraph
+from gradstow.ir import CostTable, Op, PlanData, Region, StepGraph
 from gradstow.planner import Policy, ops_of_rules
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # of what may pay, tried from all down
@@ -29,7 +29,7 @@ def codes_of_rules(graph: StepGraph, wanted: Wanted) -> Codes:
     for (r, i), (_, action) in ops_of_rules(graph, rules, known).items():
         if action in _ELSEWHERE:
             region = graph.regions[r]
-            code = wanted.place if action in ("offload", *PLACES) else action
+            code = wanted.place(action, graph.device) if action in ("offload", *PLACES) else action
             found.append((region.fingerprint, region.ops[i].name, code))
     return _grouped(found)
 
@@ -165,3 +165,9 @@ def _grouped(found: Sequence[tuple[str, str, str]]) -> Codes:
     for region, name, code in found:
         result.setdefault(region, {}).setdefault(code, set()).add(name)
     return {p: {code: frozenset(names) for code, names in codes.items()} for p, codes in result.items()}
+
+
+def places_of(plan: PlanData) -> list[str]:
+    """Where the plan's values wait, beside memory."""
+    names = {name.rpartition("@")[0] for region in plan.graph.regions for name in region.actions}
+    return sorted(name for name in names if is_place(name))

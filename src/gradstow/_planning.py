@@ -70,7 +70,7 @@ class Priced:
 def price(graph: StepGraph, wanted: Wanted) -> Priced:
     """By a profile, or measured where the cache does not know the price. What needs too much is measured smaller."""
     texts = _signatures(graph)
-    moves = transfer_costs(texts)
+    moves = transfer_costs(texts, graph.device, wanted.profile)
     ops = [text for text in texts if text not in moves]
     if wanted.profile is not None:
         costs = analytic_costs(ops, wanted.profile)
@@ -135,7 +135,9 @@ def _fastest_within(plans: list[Plan], points: int) -> list[Plan]:
 
 
 def _check_places(ruled: Codes, wanted: Wanted, device: str) -> None:
-    """Before anything takes time."""
+    """Before anything takes time. What is planned for a device elsewhere runs there."""
+    if wanted.profile is not None:
+        return
     found = {code for codes in ruled.values() for code in codes if is_place(code)} | {wanted.offload}
     for place in sorted(place for place in found if place is not None):
         check_place(place, device)

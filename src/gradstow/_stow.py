@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradstow._coding import places_of
 from gradstow._errors import CaptureError, GradstowError, StalePlan
 from gradstow._plan import Plan
 from gradstow._run import Run, Wishes
@@ -20,6 +21,7 @@ from gradstow._units import parse_budget
 from gradstow._wanted import Wanted
 from gradstow.capture import batch_signature, device_of, hide_parts, is_part, weights_signature
 from gradstow.execute import inner_error
+from gradstow.offload import check_place
 from gradstow.planner import Policy
 
 MAX_PLANS = 32
@@ -137,6 +139,8 @@ def _check_plan(plan: Plan, model: torch.nn.Module) -> None:
             f"the plan is for {plan.graph.device} and the model is on {device_of(model)}. "
             "Move the model, or plan again."
         )
+    for place in places_of(plan):
+        check_place(place, device_of(model))
 
 
 @dataclass

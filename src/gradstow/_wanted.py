@@ -75,10 +75,10 @@ class Wanted:
         """The same for another budget."""
         return replace(self, budget=budget)
 
-    @property
-    def place(self) -> str:
-        """Where a rule's "offload" or "disk" sends values."""
-        return self.offload or "disk"
+    def place(self, action: str, device: str) -> str:
+        """Where a rule's "offload", "host" or "disk" sends values: a folder is as ``offload=`` names it."""
+        usual = self.offload or ("disk" if device == "cpu" and self.profile is None else "host")
+        return usual if action in ("offload", usual.partition(":")[0]) else action
 
     def say(self, stage: str, done: int, total: int) -> None:
         if self.progress is not None:

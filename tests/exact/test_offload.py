@@ -69,6 +69,51 @@ def test_the_bytes_come_back(layout: str, dtype: torch.dtype) -> None:
     assert store.used_bytes == before
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_host_gives_back_what_it_took(layout: str) -> None:
+    """On a CPU it only copies: streams are tested on CUDA."""
+    x = LAYOUTS[layout]
+    view = sent(x, send(x, "host"))
+    got = fetch(view, "host", list(x.shape), list(x.stride()), x.dtype, x.device)
+    arrived(got)
+    assert got.stride() == x.stride()
+    assert torch.equal(got.nan_to_num(5), x.nan_to_num(5))
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_step_is_planned_for_an_accelerator_elsewhere(place: str) -> None:
+    options: dict[str, Any] = {"loss": lambda out, _: out.square().mean(), "device": "cuda:t4"}
+    plan = gs.plan(net(), data(4096, 64), policy={"linear": "offload"}, offload=place, **options)
+    travels = plan.timeline.transfers
+    assert travels
+    assert {row.reason.partition(",")[0] for row in plan.rows if row.decision == "offload"} == {
+        "waits in host memory" if place == "host" else "waits in a file"
+    }
+    if place == "host":
+        with pytest.raises(OffloadError, match="in host memory anyway"):
+            gs.stow(net(), plan=plan)
+    nbytes = next(row.nbytes for row in plan.rows if row.decision == "offload")
+    assert travels[0].end - travels[0].start >= nbytes / 16e9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_streams_keep_the_order_of_an_accelerators_ops(place: str, device: str) -> None:
+    """Memory is given up and written over at once, on both sides of the transfer, while copies are still queued."""
+    big = [torch.full((1 << 24,), float(i), device=device) for i in range(4)]
+    tickets = []
+    for x in big:
+        leaving = send(x, place)
+        ticket = sent(x, leaving)
+        x.fill_(-1.0)
+        tickets.append(ticket)
+    del big, x
+    for i, ticket in enumerate(tickets):
+        got = fetch(ticket, place, [1 << 24], [1], torch.float32, torch.device(device))
+        arrived(got)
+        assert torch.equal(got, torch.full_like(got, float(i)))
+
+
 @pytest.mark.parametrize("policy", ["*=disk", "*=offload", "linear=offload,dropout=recompute"])
 def test_equal_to_plain(policy: str) -> None:
     plan = plan_of(assert_equal_twins(net, steps(loss), policy))
@@ -189,9 +234,12 @@ def test_places_are_checked_before_anything_runs(tmp_path: Path) -> None:
         assert not is_stowed(model)
     with pytest.raises(OffloadError, match=r"no file can be made in /proc"):
         gs.stow(net(), "50%", offload="disk:/proc")(x)
-    with pytest.raises(OffloadError, match="the model is on cuda, and only values on the CPU"):
-        check_place("disk", "cuda")
-    for wrong in ("disc", "disk:", "host", 5):
+    with pytest.raises(OffloadError, match="the model is on xpu, and only values on a CPU or a CUDA device"):
+        check_place("disk", "xpu")
+    with pytest.raises(OffloadError, match="its values are in host memory anyway"):
+        gs.plan(net(), data(8, 64), loss=lambda out, _: out.sum(), budget="50%", offload="host")
+    check_place("host", "cuda")
+    for wrong in ("disc", "disk:", "host:x", 5):
         with pytest.raises(PolicyError, match="is no place"):
             gs.stow(net(), "50%", offload=wrong)  # type: ignore[arg-type]
 
@@ -264,7 +312,7 @@ def test_bandwidth_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = bandwidth_of("disk")
     bandwidth_of.cache_clear()
 
-    def never(_store: Any) -> Any:
+    def never(*_: Any) -> Any:
         raise AssertionError("measured again")
 
     monkeypatch.setattr("gradstow.cost._transfers._measured", never)

@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_said_once_and_given_up_again(monkeypatch: pytest.M
 
 
 def test_where_no_file_can_be_written_it_stays_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_sparse, "_PLACE", f"disk:{tmp_path / 'none'}")
+    monkeypatch.setattr(_sparse, "_PLACES", {"cpu": f"disk:{tmp_path / 'none'}"})
     monkeypatch.setattr(_sparse, "_said", True)
     x = with_zeros((1 << 20,), 0.0)
     with pytest.warns(UserWarning, match="stay in memory beyond the budget"):

@@ -36,7 +36,7 @@ Lossy = Annotated[
     ),
 ]
 Offload = Annotated[
-    str | None, typer.Option("--offload", help='Let values wait elsewhere: "disk", or "disk:/path/to/folder".')
+    str | None, typer.Option("--offload", help='Let values wait elsewhere: "host", "disk", or "disk:/path/to/folder".')
 ]
 Seq = Annotated[int, typer.Option("--seq", help="Tokens of a text model's example.")]
 Attn = Annotated[str | None, typer.Option("--attn", help="transformers' attention: eager or sdpa.")]

@@ -15,37 +15,41 @@ from gradstow._errors import GradstowError
 from gradstow.cost._inputs import Sizes, Undecodable, meta_call, sizes, tensors_in
 from gradstow.ir import CostTable, OpCost
 
-_ARITHMETIC, _TRANSFER = 0.6, 0.8  # shares of the data sheet's rates that real kernels reach
+ARITHMETIC, TRANSFER = 0.6, 0.8  # shares of the data sheet's rates that real kernels reach
 _LAUNCH = 5e-6  # seconds that every call takes at least
 UNKNOWN = OpCost(0.0, 0, "unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A device by its data sheet: floating-point operations per second by dtype, bytes per second, bytes."""
+    """A device by its data sheet: floating-point operations per second by dtype, bytes per second, bytes.
+
+    ``bus``: bytes per second between the device and its host, one way.
+    """
 
     name: str
     half: float
     single: float
     bandwidth: float
     memory: int
+    bus: float
 
     def rate(self, dtype: torch.dtype) -> float:
         if dtype in (torch.float16, torch.bfloat16):
-            return _ARITHMETIC * self.half
-        return _ARITHMETIC * (self.single / 2 if dtype is torch.float64 else self.single)
+            return ARITHMETIC * self.half
+        return ARITHMETIC * (self.single / 2 if dtype is torch.float64 else self.single)
 
 
 PROFILES: Mapping[str, Profile] = {
     p.name: p
     for p in (
-        Profile("cuda:h200", 989e12, 67e12, 4.8e12, 141 * 10**9),
-        Profile("cuda:h100", 989e12, 67e12, 3.35e12, 80 * 10**9),
-        Profile("cuda:a100", 312e12, 19.5e12, 2.0e12, 80 * 10**9),
-        Profile("cuda:v100", 125e12, 15.7e12, 0.9e12, 32 * 10**9),
-        Profile("cuda:l4", 121e12, 30.3e12, 0.3e12, 24 * 10**9),
-        Profile("cuda:t4", 65e12, 8.1e12, 0.32e12, 16 * 10**9),
-        Profile("cuda:rtx4090", 165e12, 82.6e12, 1.0e12, 24 * 10**9),
+        Profile("cuda:h200", 989e12, 67e12, 4.8e12, 141 * 10**9, 64e9),
+        Profile("cuda:h100", 989e12, 67e12, 3.35e12, 80 * 10**9, 64e9),
+        Profile("cuda:a100", 312e12, 19.5e12, 2.0e12, 80 * 10**9, 32e9),
+        Profile("cuda:v100", 125e12, 15.7e12, 0.9e12, 32 * 10**9, 16e9),
+        Profile("cuda:l4", 121e12, 30.3e12, 0.3e12, 24 * 10**9, 32e9),
+        Profile("cuda:t4", 65e12, 8.1e12, 0.32e12, 16 * 10**9, 16e9),
+        Profile("cuda:rtx4090", 165e12, 82.6e12, 1.0e12, 24 * 10**9, 32e9),
     )
 }
 
@@ -72,7 +76,7 @@ def _price(signature: str, profile: Profile) -> OpCost:
         full = sizes(signature)
     except Undecodable:
         return UNKNOWN
-    found = roofline(signature, full, _TRANSFER * profile.bandwidth, profile.rate)
+    found = roofline(signature, full, TRANSFER * profile.bandwidth, profile.rate)
     return found if found.how == "unknown" or full.view else replace(found, seconds=found.seconds + _LAUNCH)
 
 

@@ -12,14 +12,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from gradstow._errors import OffloadError
 from gradstow._units import format_bytes
+from gradstow.cost._analytic import TRANSFER, Profile
 from gradstow.cost._cache import cache_folder, write_whole
+from gradstow.cost._machine import device_name
 from gradstow.ir import OpCost
-from gradstow.offload import Store, store_in
+from gradstow.offload import Place, place_of, store_in
 
 _TRIED = (32 << 20, 1 << 20)  # bytes of one try; fewer where there is no room
 _TRIES = 3
@@ -42,36 +43,39 @@ class Bandwidth:
 
 
 @functools.cache
-def bandwidth_of(place: str) -> Bandwidth:
+def bandwidth_of(place: str, device: str = "cpu") -> Bandwidth:
     """Measured once per place, and kept beside the costs of ops for the next process."""
     path = cache_folder() / "bandwidth.json"
-    name = f"{place} on device {os.stat(store_in(place).folder).st_dev}"
+    name = f"{place} of {device_name(device)}"
+    if place != "host":
+        name += f" on device {os.stat(store_in(place).folder).st_dev}"
     known = _read(path)
     if name not in known:
-        known[name] = _measured(store_in(place))
+        known[name] = _measured(place_of(place), torch.device(device))
         _write(path, known)
     return Bandwidth(*known[name])
 
 
-def _measured(store: Store) -> tuple[float, float]:
+def _measured(place: Place, device: torch.device) -> tuple[float, float]:
     try:
-        return _try(store, _TRIED[0])
+        return _try(place, device, _TRIED[0])
     except OffloadError:
-        return _try(store, _TRIED[1])
+        return _try(place, device, _TRIED[1])
 
 
-def _try(store: Store, nbytes: int) -> tuple[float, float]:
+def _try(place: Place, device: torch.device, nbytes: int) -> tuple[float, float]:
     """The best of some tries: what else runs only slows it down."""
-    data = np.random.default_rng(0).integers(0, 255, nbytes, dtype=np.uint8)
+    data = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     there, back = [], []
     for _ in range(_TRIES):
         start = time.perf_counter()
-        slot = store.write(data)
+        left = place.leave(data)
+        left.wait_whole()
         between = time.perf_counter()
-        store.read(slot, data)
+        place.back(left, data).wait_whole()
         there.append(between - start)
         back.append(time.perf_counter() - between)
-        store.free(slot)
+        place.drop(left)
     return nbytes / min(there), nbytes / min(back)
 
 
@@ -88,18 +92,31 @@ def _write(path: Path, known: dict[str, tuple[float, float]]) -> None:
         write_whole(path, json.dumps(known))
 
 
-def transfer_costs(signatures: Collection[str]) -> dict[str, OpCost]:
+def transfer_costs(signatures: Collection[str], device: str, profile: Profile | None = None) -> dict[str, OpCost]:
     """The price of those ops that go to a place or come back, by the place's bandwidth.
 
-    A transfer runs beside other ops. From them it takes the time of the core that copies: its part of the threads.
+    A transfer runs beside other ops. A CPU's takes from them the time of the core that copies: its part of the threads.
+    Where a profile stands for a device elsewhere, the bus to its host is by its data sheet; a disk is this machine's.
     """
     found = {text: OpCost(_CALL) for text in signatures if text.startswith('["gradstow.sent.')}
+    cores = max(torch.get_num_threads(), 2)
     for text in signatures:
         if text.startswith(('["gradstow.send.', '["gradstow.fetch.')):
             nbytes, place, back = _call(text)
-            seconds = bandwidth_of(place).seconds(nbytes, back=back)
-            found[text] = OpCost(_CALL + seconds / max(torch.get_num_threads(), 2), transfer=seconds)
+            seconds = _bandwidth(place, device, profile).seconds(nbytes, back=back)
+            taken = 0.0 if device == "cuda" or profile is not None else seconds / cores
+            found[text] = OpCost(_CALL + taken, transfer=seconds)
     return found
+
+
+def _bandwidth(place: str, device: str, profile: Profile | None) -> Bandwidth:
+    if profile is None:
+        return bandwidth_of(place, device)
+    bus = TRANSFER * profile.bus
+    if place == "host":
+        return Bandwidth(bus, bus)
+    disk = bandwidth_of(place)
+    return Bandwidth(min(disk.write, bus), min(disk.read, bus))
 
 
 def _call(signature: str) -> tuple[int, str, bool]:

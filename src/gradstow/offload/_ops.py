@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,10 @@ import numpy as np
 import torch
 
 from gradstow._errors import OffloadError, warn_user
-from gradstow.offload._store import Memory, Store, store_in
+from gradstow.offload._disk import Disk
+from gradstow.offload._host import Host
+from gradstow.offload._store import store_in
+from gradstow.offload._transfer import Place, Transfer
 
 _LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
 # the tag says what a random op's says: not to be run again
@@ -33,55 +35,58 @@ _LIBRARY.define("fetch(Tensor ticket, str place, int[] size, int[] stride, Scala
 class _Sent:
     """A value that is on its way, or there. ``holders``: tickets for it."""
 
-    store: Store | Memory
-    writing: Future[Any]
+    place: Place
+    left: Any
     holders: int = 0
 
 
 _numbers = itertools.count(1)
 _values: dict[int, _Sent] = {}
-_reading: dict[int, Future[None]] = {}  # address of memory → what is read into it
+_coming: dict[int, Transfer] = {}  # address of memory → what is read into it
 _lock = threading.Lock()
 
 
+def place_of(name: str) -> Place:
+    """The place of that name."""
+    return Host() if name == "host" else Disk(store_in(name))
+
+
 def _send(x: torch.Tensor, place: str) -> torch.Tensor:
-    store = store_in(place)
-    number = next(_numbers)
-    _values[number] = _Sent(store, store.worker.submit(store.write, _bytes(x)))
+    number, where = next(_numbers), place_of(place)
+    _values[number] = _Sent(where, where.leave(x))
     return _ticket(number)
 
 
 def _sent(x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
     number = int(ticket)
-    _wait(_values[number].writing)
+    _values[number].left.wait()
     return _ticket(number)
 
 
 def put_away(x: torch.Tensor, place: str) -> torch.Tensor:
-    """Write a tensor that is dense in memory at once, and return a ticket. Where that fails it stays in memory."""
-    number, writing, data = next(_numbers), Future[Any](), _bytes(x.cpu())
-    store: Store | Memory
+    """Take in a tensor that is dense in memory at once, and return a ticket. Where that fails it stays on the host."""
+    number = next(_numbers)
     try:
-        store = store_in(place)
-        writing.set_result(store.write(data))
+        where = place_of(place)
+        left = where.leave(x)
+        left.wait()
     except OffloadError as error:
-        warn_user(f"{error} For now {data.nbytes} bytes stay in memory beyond the budget.")
-        store = Memory()
-        writing.set_result(store.write(data))
-    _values[number] = _Sent(store, writing)
+        warn_user(f"{error} For now {x.nbytes} bytes stay in memory beyond the budget.")
+        where = Host()
+        left = where.leave(x)
+        left.wait()
+    _values[number] = _Sent(where, left)
     return _ticket(number)
 
 
 def take_back(ticket: torch.Tensor, x: torch.Tensor) -> None:
-    """Read what ``put_away`` wrote into a tensor that is dense in memory.
+    """Read what ``put_away`` took in into a tensor that is dense in memory.
 
     Raises:
         OffloadError: it cannot be read, or is not what was written.
     """
-    value, target = _values[int(ticket)], x if x.device.type == "cpu" else torch.empty_like(x, device="cpu")
-    value.store.read(value.writing.result(), _bytes(target))
-    if target is not x:
-        x.copy_(target)
+    value = _values[int(ticket)]
+    value.place.back(value.left, x).wait()
 
 
 def _ticket(number: int) -> torch.Tensor:
@@ -99,17 +104,15 @@ def _let_go(number: int) -> None:
         if value.holders:
             return
         del _values[number]
-    value.writing.add_done_callback(lambda done: None if done.exception() else value.store.free(done.result()))
+    value.place.drop(value.left)
 
 
 def _fetch(
     ticket: torch.Tensor, place: str, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     x = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    value = _values[int(ticket)]  # ``sent`` saw it written
-    assert isinstance(value.store, Store), "send wrote it"
-    reading = value.store.worker.submit(value.store.read, value.writing.result(), _bytes(x))
-    _reading[x.data_ptr()] = reading
+    value = _values[int(ticket)]
+    _coming[x.data_ptr()] = value.place.back(value.left, x)
     return x
 
 
@@ -119,21 +122,9 @@ def arrived(x: torch.Tensor) -> None:
     Raises:
         OffloadError: it cannot be read, or is not what was written.
     """
-    reading = _reading.pop(x.untyped_storage().data_ptr(), None)
-    if reading is not None:
-        _wait(reading)
-
-
-def _wait(transfer: Future[Any]) -> None:
-    error = transfer.exception()
-    if error is not None:  # anew: the worker's own would keep alive all that it is raised through
-        raise OffloadError(str(error)) if isinstance(error, OffloadError) else error
-
-
-def _bytes(x: torch.Tensor) -> np.ndarray:
-    """The memory of a dense tensor."""
-    flat = x.detach().as_strided((x.numel(),), (1,))
-    return flat.numpy() if x.dtype == torch.uint8 else flat.view(torch.uint8).numpy()
+    coming = _coming.pop(x.untyped_storage().data_ptr(), None)
+    if coming is not None:
+        coming.wait()
 
 
 for _name, _function in (("send", _send), ("sent", _sent), ("fetch", _fetch)):

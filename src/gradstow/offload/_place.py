@@ -1,4 +1,4 @@
-"""Where values can go: ``"disk"``, the folder for temporary files, or ``"disk:/path"``."""
+"""Where values can go: ``"host"``, ``"disk"``, the folder for temporary files, or ``"disk:/path"``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def parse_place(text: object) -> str:
         PolicyError: no such place.
     """
     kind, colon, folder = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if kind not in PLACES or (colon and not folder):
+    if kind not in PLACES or (colon and (kind != "disk" or not folder)):
         raise PolicyError(
-            f'offload={text!r} is no place. Give "disk" (the folder for temporary files) or "disk:/path/to/folder".'
+            f'offload={text!r} is no place. Give "host" (memory of the machine, for values of an accelerator), "disk" '
+            '(the folder for temporary files) or "disk:/path/to/folder".'
         )
     return f"disk:{Path(folder).expanduser().absolute()}" if colon else kind
 
@@ -34,13 +35,20 @@ def check_place(place: str, device: str) -> None:
     """Refuse a place that cannot take anything, before anything is planned.
 
     Raises:
-        OffloadError: it is no folder, cannot be written to, or the model is on an accelerator.
+        OffloadError: it is no folder, cannot be written to, or is where the model's values are anyway.
     """
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise OffloadError(
-            f"offload={place!r}: the model is on {device}, and only values on the CPU can be offloaded yet. Leave "
-            "offload= away, or train on the CPU."
+            f"offload={place!r}: the model is on {device}, and only values on a CPU or a CUDA device can be offloaded. "
+            "Leave offload= away."
         )
+    if place == "host":
+        if device == "cpu":
+            raise OffloadError(
+                'offload="host": the model is on the CPU, and its values are in host memory anyway. Give "disk", or '
+                'plan for a device elsewhere: gs.plan(..., device="cuda:h100").'
+            )
+        return
     folder = folder_of(place)
     if not folder.is_dir():
         raise OffloadError(f"offload={place!r}: {folder} is no folder. Make it, or name another: offload='disk:/path'.")

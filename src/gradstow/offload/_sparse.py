@@ -2,9 +2,9 @@
 
 ``gradstow::encode_sparse`` has room for nine sixteenths of the numbers, so that the code's size is known before any
 value is. Numbers are encoded in the order of memory until the room is full. ``gradstow::spill_sparse`` writes what is
-left, as it is, to a file and returns a ticket for it: a tensor with fewer zeros than expected costs time, not memory.
-Where no file can be written it stays in memory, and a warning says so. ``gradstow::decode_sparse`` makes the tensor
-again.
+left, as it is, to a file (to host memory, from an accelerator) and returns a ticket for it: a tensor with fewer zeros
+than expected costs time, not memory. Where no file can be written it stays in memory, and a warning says so.
+``gradstow::decode_sparse`` makes the tensor again.
 
 The code: how many numbers are encoded, less their count (eight bytes, eight unused); the bits; the numbers. Only what
 has no bit set is a zero, so that -0.0 comes back as it was. A code of nothing but zero bytes stands for a tensor of
@@ -23,7 +23,7 @@ _HEAD = 16  # bytes
 _CHUNK = 1 << 18  # numbers, a multiple of 8: bounds the working memory
 _HALF = 0b01010101
 _KINDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLACE = "disk"
+_PLACES = {"cpu": "disk"}
 
 _LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
 # the tag says what a random op's says, not to be run again: what a code is made of is only made again from the code
@@ -86,7 +86,7 @@ def _spill(x: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     if not left:
         return torch.zeros(1, dtype=torch.int64)
     _say(1 - left / numel)
-    return _ops.put_away(_flat(x.detach())[numel - left :], _PLACE)
+    return _ops.put_away(_flat(x.detach())[numel - left :], _PLACES.get(x.device.type, "host"))
 
 
 def _decode(
@@ -114,8 +114,8 @@ def _say(share: float) -> None:
         _said = True
         warn_user(
             f"a ReLU's output holds fewer zeros than its code counts on: {100 * share:.0f} % of it fit, and the rest "
-            "waits in a file, which takes time. Numbers stay exact and the budget holds. Plan without such codes: "
-            "actions=('store', 'recompute')."
+            "waits in a file or on the host, which takes time. Numbers stay exact and the budget holds. Plan without "
+            "such codes: actions=('store', 'recompute')."
         )
 
 

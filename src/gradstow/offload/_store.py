@@ -137,19 +137,6 @@ class Store:
             ) from error
 
 
-class Memory:
-    """Stands for a file where none can be written."""
-
-    def write(self, data: np.ndarray) -> np.ndarray:
-        return data.copy()
-
-    def read(self, kept: np.ndarray, data: np.ndarray) -> None:
-        data[:] = kept
-
-    def free(self, kept: np.ndarray) -> None:
-        """Nothing to do: it goes with its ticket."""
-
-
 def _view(data: np.ndarray) -> memoryview:
     return memoryview(data).cast("B")  # type: ignore[arg-type]
 
