@@ -48,11 +48,12 @@ def run_case(name: str, case: Case, arguments: argparse.Namespace) -> None:
     plain_peak = step_peak(proof.plain, arguments.device)
     common = {"model": name, "batch": batch_size, "plain_peak_mib": plain_peak / MIB, **versions(arguments.device)}
     for percent in PERCENTS:
-        found = {"setting": f"{percent}%", **planned(proof, plain_peak, f"{percent}%", arguments)}
+        found = planned(proof, plain_peak, f"{percent}%", arguments)
         write(arguments.out, FIELDS, {**common, **found})
 
 
-def planned(proof: Proof, plain_peak: int, budget: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def planned(proof: Proof, plain_peak: int, budget: str | int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Within the budget, or the smallest that serves every micro-batch."""
     twin = proof.trainee()
     gs.stow(twin.model, budget)
     try:
@@ -61,11 +62,12 @@ def planned(proof: Proof, plain_peak: int, budget: str, arguments: argparse.Name
             peak = step_peak(twin, arguments.device)
             ratios = time_ratios(proof.plain, twin, arguments.rounds, lambda _n: None)
     except gs.errors.BudgetTooSmall as error:
-        return {"equal": f"refused: {str(error).split(';')[0][:100]}"}
+        return planned(proof, plain_peak, error.minimum_bytes, arguments)
     plan = plan_of(twin.model)
     assert plan is not None
     low, high = median_interval(ratios)
     return {
+        "setting": budget if isinstance(budget, str) else "smallest",
         "measured_peak_mib": peak / MIB,
         "over_plain_percent": 100 * (peak / plain_peak - 1),
         "predicted_peak_mib": plan.predicted_step_peak_bytes / MIB,
