@@ -33,6 +33,9 @@ _JOINS = {
 }
 
 
+_LAZY = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+
+
 def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
@@ -45,6 +48,7 @@ def normalize(joint: fx.GraphModule, arriving: Sequence[bool] | None = None) -> 
     module = copy_graph(joint)
     drop_aliases(module.graph)
     drop_clones(module.graph)
+    make_conjugates(module.graph)
     if arriving is not None:
         drop_tangents(module.graph, arriving)
     restore_batch_norm(module.graph)
@@ -81,6 +85,20 @@ def drop_clones(graph: fx.Graph) -> None:
         if old.untyped_storage().nbytes() == new.untyped_storage().nbytes():
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def make_conjugates(graph: fx.Graph) -> None:
+    """A lazy conjugate that elementwise ops read is made by an op of its own.
+
+    Each of them would make it anew, in memory that nobody sees: a cost is measured on tensors that are not lazy. Matrix
+    products are left alone, which read lazy ones as they are.
+    """
+    for target, made in _LAZY.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            kinds = [getattr(user.target, "tags", ()) for user in node.users]
+            if kinds and all(torch.Tag.pointwise in tags for tags in kinds):
+                node.target = made
+                node.meta["val"] = torch.empty_like(node.args[0].meta["val"])
 
 
 def restore_batch_norm(graph: fx.Graph) -> None:

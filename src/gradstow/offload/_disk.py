@@ -56,19 +56,33 @@ class Disk(Place):
 
     def leave(self, x: torch.Tensor) -> Written:
         if not x.is_cuda:
-            return Written(self.store.worker.submit(self.store.write, as_bytes(x)), None)
+            return Written(self.store.worker.submit(_write_host, self.store, [x]), None)
         copied = Host().leave(x)
         return Written(self.store.worker.submit(_write, self.store, copied), copied)
 
     def back(self, left: Written, x: torch.Tensor) -> Read:
         if not x.is_cuda:
-            return Read(self.store.worker.submit(_read, self.store, left, x))
+            return Read(self.store.worker.submit(_read, self.store, left, [x]))
         ready = torch.cuda.current_stream(x.device).record_event()
-        return Read(self.store.worker.submit(_read_and_copy, self.store, left, x, ready))
+        return Read(self.store.worker.submit(_read_and_copy, self.store, left, [x], ready))
 
     def drop(self, left: Written) -> None:
         free = self.store.free
         left.writing.add_done_callback(lambda done: None if done.exception() else free(done.result()))
+
+    def forked(self, left: Written) -> None:
+        if not left.writing.done():
+            left.writing.set_exception(
+                OffloadError("a value was on its way to the offload file when the process forked. Fork between steps.")
+            )
+
+
+# The worker's thread gets tensors in a list that it empties: what it is called with it holds until after it has said
+# that it is done, and their memory must be given up by then.
+
+
+def _write_host(store: Store, given: list[torch.Tensor]) -> Slot:
+    return store.write(as_bytes(given.pop()))
 
 
 def _write(store: Store, copied: Copy) -> Slot:
@@ -77,12 +91,13 @@ def _write(store: Store, copied: Copy) -> Slot:
     return store.write(as_bytes(copied.kept))
 
 
-def _read(store: Store, left: Written, x: torch.Tensor) -> None:
-    store.read(left.writing.result(), as_bytes(x))
+def _read(store: Store, left: Written, given: list[torch.Tensor]) -> None:
+    store.read(left.writing.result(), as_bytes(given.pop()))
 
 
-def _read_and_copy(store: Store, left: Written, x: torch.Tensor, ready: Any) -> Copy:
+def _read_and_copy(store: Store, left: Written, given: list[torch.Tensor], ready: Any) -> Copy:
     """``ready``: whoever used this memory before is done."""
+    x = given.pop()
     kept = torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
     store.read(left.writing.result(), as_bytes(kept))
     with torch.cuda.stream(side_stream(x.device)):

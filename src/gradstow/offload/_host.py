@@ -40,6 +40,9 @@ class Host(Place):
     def drop(self, left: Copy) -> None:
         """Nothing to do: torch gives pinned memory to others only once the copies that use it are done."""
 
+    def forked(self, left: Copy) -> None:
+        """It is in this process's copy of the memory."""
+
 
 def queued(target: torch.Tensor, source: torch.Tensor, kept: torch.Tensor) -> Copy:
     """Copy between a device and the host behind the ops of this thread so far, beside those that come next."""

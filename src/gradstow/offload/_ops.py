@@ -10,6 +10,7 @@ called before anything reads the tensor. Exact: the bytes come back as they were
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from gradstow._errors import OffloadError, warn_user
+from gradstow._units import format_bytes
 from gradstow.offload._disk import Disk
 from gradstow.offload._host import Host
 from gradstow.offload._store import store_in
@@ -43,7 +45,7 @@ class _Sent:
 _numbers = itertools.count(1)
 _values: dict[int, _Sent] = {}
 _coming: dict[int, Transfer] = {}  # address of memory → what is read into it
-_lock = threading.Lock()
+_lock = threading.RLock()  # a ticket may be collected while this thread holds it
 
 
 def place_of(name: str) -> Place:
@@ -71,7 +73,8 @@ def put_away(x: torch.Tensor, place: str) -> torch.Tensor:
         left = where.leave(x)
         left.wait()
     except OffloadError as error:
-        warn_user(f"{error} For now {x.nbytes} bytes stay in memory beyond the budget.")
+        fact, more = str(error).partition(". ")[0], format_bytes(x.nbytes)
+        warn_user(f"{fact}: {more} stay in memory beyond the budget. Set TMPDIR to a folder with room.")
         where = Host()
         left = where.leave(x)
         left.wait()
@@ -127,6 +130,14 @@ def arrived(x: torch.Tensor) -> None:
         coming.wait()
 
 
+def _in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+    for value in _values.values():
+        value.place.forked(value.left)
+
+
+os.register_at_fork(after_in_child=_in_child)
 for _name, _function in (("send", _send), ("sent", _sent), ("fetch", _fetch)):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 send = torch.ops.gradstow.send.default

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,9 +47,15 @@ class Store:
                 f"no file for offloaded values can be made in {folder} ({error.strerror}). Make that folder, or name "
                 "another: offload='disk:/path'."
             ) from error
-        self.worker = ThreadPoolExecutor(1, "gradstow-offload")  # one after the other, as a disk likes it
         self.length = 0
+        self._returned: deque[Slot] = deque()
         self._free: list[tuple[int, int]] = []  # (start, length), sorted, no two of them touching
+        self.begin_in_this_process()
+        _stores.add(self)
+
+    def begin_in_this_process(self) -> None:
+        """A thread and a lock, which a forked child does not get."""
+        self.worker = ThreadPoolExecutor(1, "gradstow-offload")  # one after the other, as a disk likes it
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -59,6 +67,7 @@ class Store:
     def used_bytes(self) -> int:
         """Bytes in slots."""
         with self._lock:
+            self._collect()
             return self.length - sum(length for _, length in self._free)
 
     def write(self, data: np.ndarray) -> Slot:
@@ -101,9 +110,14 @@ class Store:
             )
 
     def free(self, slot: Slot) -> None:
-        """Give a slot back."""
-        start, length = slot.start, _rounded(slot.nbytes)
-        with self._lock:
+        """Give a slot back. Only notes it: it is called wherever a ticket is collected, with any lock held."""
+        self._returned.append(slot)
+
+    def _collect(self) -> None:
+        """Join what was given back. Called with the lock held."""
+        while self._returned:
+            slot = self._returned.popleft()
+            start, length = slot.start, _rounded(slot.nbytes)
             kept = []
             for other, size in self._free:
                 if other + size == start:
@@ -116,6 +130,7 @@ class Store:
 
     def _take(self, length: int) -> int:
         with self._lock:
+            self._collect()
             fitting = [(size, start) for start, size in self._free if size >= length]
             if not fitting:
                 start, self.length = self.length, self.length + length
@@ -163,4 +178,14 @@ def store_in(place: str) -> Store:
     return Store(folder_of(place))
 
 
-os.register_at_fork(after_in_child=store_in.cache_clear)
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """What the parent sent can be read; what comes next goes into a file of this process's own."""
+    store_in.cache_clear()
+    for store in list(_stores):
+        store.begin_in_this_process()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -38,7 +38,11 @@ class Place(ABC):
 
     @abstractmethod
     def drop(self, left: Any) -> None:
-        """Forget what ``leave`` took in, as soon as it is there."""
+        """Forget what ``leave`` took in, as soon as it is there. May be called in any thread, at any moment."""
+
+    @abstractmethod
+    def forked(self, left: Any) -> None:
+        """This is a child of the process that sent it: say so where it cannot get there any more."""
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
