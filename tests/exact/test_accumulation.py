@@ -282,12 +282,23 @@ def test_a_boundary_that_is_changed_in_place(kind: str) -> None:
     assert_equal_twins(lambda: ChangesItsBoundary(kind), accumulate())
 
 
-@pytest.mark.xfail(strict=True, reason="plain autocast adds up a shared weight's gradients on its cached copy, in bf16")
-def test_a_shared_weight_under_autocast() -> None:
-    def use(model: torch.nn.Module) -> Seen:
+def under_autocast(model: torch.nn.Module) -> Seen:
+    seen: Seen = []
+    for step in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            out = model(data(64, 16))
+            out = model(data(64, 16, seed=step))
         out.float().square().mean().backward()
-        return state(model, "step")
+        seen += state(model, f"step {step}")
+    return seen
 
-    assert_equal_twins(lambda: Net(tied=True), use)
+
+def test_a_shared_weight_under_autocast() -> None:
+    """Plain autocast casts it once: the gradients of its uses are added up in bf16, and the sum to what is there."""
+    assert deliveries(assert_equal_twins(lambda: Net(tied=True), under_autocast)) > 2
+
+
+@pytest.mark.xfail(
+    strict=True, reason="plain autocast casts a weight once for all graphs, and each graph casts its own"
+)
+def test_a_weight_that_two_graphs_share_under_autocast() -> None:
+    assert_equal_twins(lambda: Net(tied=True, broken=True), under_autocast)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.fx.passes.split_module import split_module
 
 from gradstow._signature import encode
 from gradstow.capture._breaks import end_of, is_whole_call, listener
+from gradstow.capture._casts import share_casts
 from gradstow.capture._normalize import copy_graph
 from gradstow.capture._outside import saved_after
 from gradstow.capture._places import module_path, user_line
@@ -42,6 +44,7 @@ def cut(module: fx.GraphModule, inputs: list[Any], compile_graph: Compile) -> Ca
     mode: Any = torch._guards.detect_fake_mode(inputs)
 
     def compile_part(part: fx.GraphModule, given: list[Any], end: GraphBreak | None) -> Callable[..., Any]:
+        part = share_casts(part, given, functools.partial(_fake, mode))
         part, expand = separate_uses(part, given, leaves=bool(why) or not is_whole_call(module))
         if expand is None:
             return compile_graph(part, given, end)
