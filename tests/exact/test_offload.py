@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,39 @@ def test_forwards_without_backwards_pile_up_nothing() -> None:
     assert store.used_bytes == used == 0
     assert store.length <= 2 * length
     loss(model, 0).backward()
+
+
+def test_memory_is_given_up_before_its_writer_says_so() -> None:
+    """The thread that writes must not hold what it has written: the next op takes that memory."""
+    for _ in range(50):
+        x = torch.ones(1 << 18)
+        there = weakref.ref(x)
+        ticket = sent(x, send(x, "disk"))
+        del x
+        assert there() is None
+        got = fetch(ticket, "disk", [1 << 18], [1], torch.float32, torch.device("cpu"))
+        arrived(got)
+        there = weakref.ref(got)
+        del got
+        assert there() is None
+
+
+def test_tickets_may_be_collected_while_a_slot_is_given_back() -> None:
+    """A loss that is part of a cycle takes its tickets with it whenever the collector runs."""
+    store, before = store_in("disk"), gc.get_threshold()
+    for _ in range(20):
+        cycle: list[Any] = [sent(x, send(x, "disk")) for x in (torch.ones(3000),)]
+        cycle.append(cycle)
+        del cycle
+    gc.set_threshold(1)
+    try:
+        for _ in range(20):
+            sent(torch.ones(10), send(torch.ones(10), "disk"))
+            assert store.used_bytes >= 0
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert store.used_bytes == 0
 
 
 def test_retained_graphs() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import gradstow as gs
 from equality import tight_budget
 from gradstow._stow import plan_of
+from gradstow.cost import measure_peak
 from models import (
     Case,
     ConvNet,
@@ -147,3 +148,29 @@ def test_a_result_on_a_larger_storage_is_counted(device: str) -> None:
     model = gs.stow(case.model(device), "100%")
     peak = measured_step(case, model, batch, device)
     assert peak <= plan_of(model).predicted_step_peak_bytes
+
+
+class Products(torch.nn.Module):
+    """Products, whose gradients read conjugates."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(0.1 * torch.randn(32, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x * self.weight * x
+        return x.abs().square().sum()
+
+
+@pytest.mark.parametrize("percent", [90, 75])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64], ids=str)
+def test_the_peak_of_products_holds(dtype: torch.dtype, percent: int) -> None:
+    model, batch = Products(dtype), torch.randn(256, 32, dtype=dtype)
+    plan = gs.plan(model, batch, budget=f"{percent}%")
+    gs.stow(model, plan=plan)
+    for _ in range(2):
+        model.zero_grad()
+        with measure_peak("cpu") as memory:
+            model(batch).backward()
+    assert memory.peak_bytes <= plan.predicted_step_peak_bytes
