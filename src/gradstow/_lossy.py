@@ -215,6 +215,8 @@ def _from_range(packed: torch.Tensor, code: Code, statistics: torch.Tensor) -> t
     half_low, half_step = statistics[:, :1], statistics[:, 1:]
     numbers = _unpack(packed, code.bits).to(statistics.dtype)
     block = torch.addcmul(half_low, numbers, half_step.abs()).mul_(2)  # by halves: a range may be wider than the type
+    if block.dtype == torch.float64:  # nothing is wider to round in: the ends may come out one step beyond
+        block.clamp_(-torch.finfo(torch.float64).max, torch.finfo(torch.float64).max)
     if half_step.signbit().any():
         special = half_step.signbit()
         for number, value in ((2, -float("inf")), (1, float("inf")), (0, float("nan"))):

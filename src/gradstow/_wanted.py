@@ -60,6 +60,12 @@ class Wanted:
         rules, allowed = Policy.of(policy), _checked(actions)
         if "compress" not in allowed and any(action in ("compress", *EXACT, *CODES) for _, action in rules.rules):
             raise PolicyError(f"the rules {str(rules)!r} compress, and actions={allowed} leaves that out. Drop one.")
+        unused = [name for name, value in (("lossy", lossy), ("offload", offload)) if value is not None]
+        if rules.name != "auto" and not rules.rules and unused:
+            raise PolicyError(
+                f"the policy {rules.name!r} only stores and recomputes, and {unused[0]}= would change nothing. "
+                "Leave it away, or plan with policy='auto'."
+            )
         return Wanted(
             budget=None if budget is None else parse_budget(budget),
             policy=rules,

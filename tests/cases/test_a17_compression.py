@@ -119,6 +119,8 @@ def test_inf_and_nan_reach_the_gradients_as_in_plain_pytorch(code: str) -> None:
 def test_unknown_codes_are_refused(wrong: Any) -> None:
     with pytest.raises(gs.errors.PolicyError, match="lossy="):
         gs.stow(torch.nn.Linear(3, 3), "50%", lossy=wrong)
+    with pytest.raises(gs.errors.PolicyError, match="'sqrt' only stores and recomputes, and lossy= would change"):
+        gs.stow(torch.nn.Linear(3, 3), policy="sqrt", lossy="int8")
 
 
 @pytest.mark.parametrize(("error", "code"), [(0.4, "int2"), (0.1, "int4"), (0.01, "int8")])

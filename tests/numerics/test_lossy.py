@@ -139,3 +139,11 @@ def test_data_of_another_length_is_refused() -> None:
     data = encode_lossy(_noise(200), "int4")
     with pytest.raises(ValueError, match="int4 do not fit 300 elements"):
         decode_lossy(data, "int4", [300], [1], torch.float32)
+
+
+@pytest.mark.parametrize("code", ["int2", "int4", "int8"])
+def test_the_ends_of_the_widest_type_stay_finite(code: str) -> None:
+    most = torch.finfo(torch.float64).max
+    x = torch.tensor([most, -most, 0.0, 1.0] * 64, dtype=torch.float64)
+    again = decode_lossy(encode_lossy(x, code), code, [256], [1], x.dtype)
+    assert again.isfinite().all()

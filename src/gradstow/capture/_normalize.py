@@ -96,7 +96,7 @@ def make_conjugates(graph: fx.Graph) -> None:
     for target, made in _LAZY.items():
         for node in graph.find_nodes(op="call_function", target=target):
             kinds = [getattr(user.target, "tags", ()) for user in node.users]
-            if kinds and all(torch.Tag.pointwise in tags for tags in kinds):
+            if isinstance(node.args[0], fx.Node) and kinds and all(torch.Tag.pointwise in tags for tags in kinds):
                 node.target = made
                 node.meta["val"] = torch.empty_like(node.args[0].meta["val"])
 
