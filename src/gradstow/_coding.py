@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from gradstow._codes import CODES, EXACT, PLACES, is_place
 from gradstow._wanted import Wanted
@@ -73,10 +73,11 @@ def worthwhile(coded: Sequence[tuple[str, Codes, StepGraph, CostTable]], bare: S
     for code, codes, graph, costs in coded:
         for region in graph.regions:
             names = codes.get(region.fingerprint, {}).get(code, frozenset())
+            makers, read = region.producers(), _read_later(region)
             for op, encode in ((op, encode) for op, encode in _coded(region) if op.name in names):
                 key = region.fingerprint, op.name
                 seconds = costs.rerun(op).seconds + sum(costs.run(o).seconds for o in encode)
-                if seconds < _again(region, op, costs) or key in once:
+                if seconds < _again(region, op, costs, makers, read) or key in once:
                     nbytes = region.storages[region.values[op.outputs[0]].storage].nbytes
                     found[key] = min((seconds / max(nbytes, 1), code), found.get(key, (float("inf"), "")))
     ranked = sorted(found, key=lambda key: (found[key][0], key))
@@ -90,9 +91,12 @@ def worthwhile(coded: Sequence[tuple[str, Codes, StepGraph, CostTable]], bare: S
             yield chosen
 
 
-def _again(region: Region, op: Op, costs: CostTable) -> float:
-    """Seconds to run an op again, with those before it whose results no backward op reads."""
-    makers, read = region.producers(), _read_later(region)
+def _again(region: Region, op: Op, costs: CostTable, makers: Mapping[int, int], read: Set[int]) -> float:
+    """Seconds to run an op again, with those before it whose results no backward op reads.
+
+    ``makers``: value → op; ``read``: storages that the backward reads. Both are the region's, handed in so that they
+    are found once for all of its ops.
+    """
     seconds, todo, seen = 0.0, [op], {op.name}
     while todo:
         now = todo.pop()

@@ -55,7 +55,8 @@ def test_layouts_and_numbers_that_are_no_numbers() -> None:
 
 def test_what_fits_needs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sparse._ops, "put_away", None)
-    there_and_back(with_zeros((1 << 19,), 0.5))
+    x = with_zeros((1 << 19,), 0.5)
+    assert torch.equal(there_and_back(x), x)
 
 
 def test_what_does_not_fit_is_said_once_and_given_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 from gradstow._errors import warn_user
 from gradstow._ops import pack_bits, unpack_bits
 from gradstow.offload import _ops
+from gradstow.offload._transfer import flat
 
 _HEAD = 16  # bytes
 _CHUNK = 1 << 18  # numbers, a multiple of 8: bounds the working memory
@@ -58,16 +59,16 @@ def _parts(code: torch.Tensor, numel: int, kind: torch.dtype) -> tuple[torch.Ten
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """The numbers of a dense tensor in the order of memory, as integers."""
-    return x.as_strided((x.numel(),), (1,)).view(_KINDS[x.element_size()])
+    return flat(x).view(_KINDS[x.element_size()])
 
 
 def _encode(x: torch.Tensor) -> torch.Tensor:
-    numel, flat = x.numel(), _flat(x.detach())
+    numel, memory = x.numel(), _flat(x)
     code = torch.empty(sparse_nbytes(numel, x.element_size()), dtype=torch.uint8, device=x.device)
-    head, bits, numbers = _parts(code, numel, flat.dtype)
+    head, bits, numbers = _parts(code, numel, memory.dtype)
     used = done = 0
     while done < numel:
-        chunk = flat[done : done + _CHUNK]
+        chunk = memory[done : done + _CHUNK]
         there = chunk != 0
         found = chunk.masked_select(there)
         if used + len(found) > len(numbers):
@@ -86,24 +87,24 @@ def _spill(x: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     if not left:
         return torch.zeros(1, dtype=torch.int64)
     _say(1 - left / numel)
-    return _ops.put_away(_flat(x.detach())[numel - left :], _PLACES.get(x.device.type, "host"))
+    return _ops.put_away(_flat(x)[numel - left :], _PLACES.get(x.device.type, "host"))
 
 
 def _decode(
     code: torch.Tensor, ticket: torch.Tensor, size: list[int], stride: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
     result = torch.empty_strided(size, stride, dtype=dtype, device=code.device)
-    numel, flat = result.numel(), _flat(result)
-    head, bits, numbers = _parts(code, numel, flat.dtype)
+    numel, memory = result.numel(), _flat(result)
+    head, bits, numbers = _parts(code, numel, memory.dtype)
     end, used = numel + int(head), 0
     for start in range(0, end, _CHUNK):
-        target = flat[start : min(start + _CHUNK, end)]
+        target = memory[start : min(start + _CHUNK, end)]
         mask = unpack_bits(bits[start // 8 : -(-(start + len(target)) // 8)] ^ _HALF, [len(target)], [1])
         count = int(mask.sum())
         target.zero_().masked_scatter_(mask, numbers[used : used + count])
         used += count
     if end < numel:
-        _ops.take_back(ticket, flat[end:])
+        _ops.take_back(ticket, memory[end:])
     return result
 
 
