@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LIMIT = 95.0
-PACKAGES = ("src/gradstow/ir/", "src/gradstow/planner/")
+PACKAGES = ("src/gradstow/ir/", "src/gradstow/planner/", "src/gradstow/actions/")
 
 
 def shares(report: Mapping[str, Any], package: str) -> dict[str, float]:

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def report(**changes: dict[str, int]) -> dict[str, Any]:
-    """Two files of each package, all covered but for what is given for the second one of ``ir`` or ``planner``."""
+    """Two files of each package, all covered but for what is given for the second one of ``ir``, ``planner`` or ``actions``."""
     full = {"num_statements": 100, "covered_lines": 100, "num_branches": 40, "covered_branches": 40}
     files = {}
-    for package in ("ir", "planner"):
+    for package in ("ir", "planner", "actions"):
         files[f"src/gradstow/{package}/_one.py"] = {"summary": full}
         files[f"src/gradstow/{package}/_two.py"] = {"summary": {**full, **changes.get(package, {})}}
     return {"files": files}
@@ -50,7 +50,7 @@ def test_less_is_named(changes: dict[str, dict[str, int]], words: list[str]) -> 
 
 
 def test_a_package_that_nothing_imported_fails() -> None:
-    assert len(too_low({"files": {}})) == 4
+    assert len(too_low({"files": {}})) == 6
 
 
 def test_the_command_fails_with_the_limit() -> None:
