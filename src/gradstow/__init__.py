@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradstow import errors
+    from gradstow import errors, layers
     from gradstow._api import frontier, plain, plan, stow, unstow, verify
     from gradstow._plan import Plan
     from gradstow.cost import measure_peak
@@ -25,6 +25,7 @@ __all__ = [
     "__version__",
     "errors",
     "frontier",
+    "layers",
     "measure_peak",
     "plain",
     "plan",
@@ -45,12 +46,14 @@ _HOMES = {
     "verify": "gradstow._api",
 }
 
+_ROOMS = ("errors", "layers")
+
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         found = getattr(import_module(_HOMES[name]), name)
-    elif name == "errors":
-        found = import_module("gradstow.errors")
+    elif name in _ROOMS:
+        found = import_module(f"gradstow.{name}")
     elif name == "__version__":
         found = _version()
     else:

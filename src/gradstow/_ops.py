@@ -22,6 +22,7 @@ memory is all that the call needs in a training step. Only the cost table calls 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -185,6 +186,26 @@ _IMPLEMENTED = {
 for _name, _function in _IMPLEMENTED.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 _LIBRARY.impl("recurrent_step", _recurrent_step, "CompositeImplicitAutograd")
+
+
+def _packed_shape(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(-(-x.numel() // _BYTES), dtype=torch.uint8)
+
+
+def _unpacked_shape(code: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=torch.bool, device=code.device)
+
+
+# Under fake tensors the real ones would build, and keep, a table of fakes.
+_ON_FAKES: dict[str, Callable[..., torch.Tensor]] = {
+    "pack_bits": _packed_shape,
+    "above_bits": _packed_shape,
+    "unpack_bits": _unpacked_shape,
+    "zero_by_bits": lambda gradient, _code: torch.empty_like(gradient),
+    "zero_by_bits_": lambda gradient, _code: gradient,
+}
+for _name, _shape in _ON_FAKES.items():
+    torch.library.register_fake(f"gradstow::{_name}", _shape, lib=_LIBRARY)
 batch_norm_apply = torch.ops.gradstow.batch_norm_apply.default
 keep_mask = torch.ops.gradstow.keep_mask.default
 masked_scale = torch.ops.gradstow.masked_scale.default

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradstow._stow import plan_of
 from twins import POLICIES, assert_equal_twins, data, steps
 
 
@@ -50,3 +51,37 @@ class Net(nn.Module):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_custom_functions(policy: str) -> None:
     assert_equal_twins(Net, steps(lambda m, _: m(data(8, 16)).square().mean()), policy)
+
+
+class WritesOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.relu_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x.gt(0))
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class BehindABreak(nn.Module):
+    """Captured there, the function's gradient would be the identity's without a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(WritesOver.apply(x))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_custom_function_that_writes_over_a_graphs_input(policy: str) -> None:
+    stowed = assert_equal_twins(BehindABreak, steps(lambda m, _: m(data(8, 16)).square().mean()), policy)
+    plan = plan_of(stowed)
+    assert plan is not None
+    assert any("custom function" in b.reason for b in plan.graph.breaks)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def report(**changes: dict[str, int]) -> dict[str, Any]:
-    """Two files of each package, all covered but for what is given for the second one of ``ir``, ``planner`` or ``actions``."""
+    """Two files of each package, all covered but for what is given for the second one."""
     full = {"num_statements": 100, "covered_lines": 100, "num_branches": 40, "covered_branches": 40}
     files = {}
     for package in ("ir", "planner", "actions"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import gradstow as gs
 from gradstow import _ops, _planning
@@ -44,6 +45,18 @@ def test_bits_of_another_length_are_refused() -> None:
         _ops.unpack_bits(code, [8], [1])
     with pytest.raises(ValueError, match="3 bytes of bits do not fit 40 elements"):
         _ops.zero_by_bits(torch.ones(40), code)
+
+
+def test_bits_under_fake_tensors_leave_nothing_behind() -> None:
+    _ops._spread.cache_clear()
+    with FakeTensorMode():
+        fake = torch.empty(17, dtype=torch.bool)
+        code = _ops.pack_bits(fake)
+        assert (code.shape, code.dtype) == ((3,), torch.uint8)
+        assert _ops.unpack_bits(code, [17], [1]).shape == (17,)
+        assert _ops.zero_by_bits(torch.empty(17), code).shape == (17,)
+    mask = torch.rand(17) > 0.5
+    assert torch.equal(_ops.unpack_bits(_ops.pack_bits(mask), [17], [1]), mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

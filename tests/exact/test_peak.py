@@ -174,3 +174,22 @@ def test_the_peak_of_products_holds(dtype: torch.dtype, percent: int) -> None:
         with measure_peak("cpu") as memory:
             model(batch).backward()
     assert memory.peak_bytes <= plan.predicted_step_peak_bytes
+
+
+class WithLoss(nn.Module):
+    """Returns its loss; what makes the peak lies in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 32), nn.Linear(32, 50)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.body(x).relu()), target)
+
+
+@pytest.mark.parametrize("loss", [None, lambda loss, _batch: loss, lambda loss, _batch: loss * 2])
+def test_a_loss_that_the_model_returns_is_held(loss: object) -> None:
+    batch = {"x": torch.randn(64, 8), "target": torch.randint(0, 50, (64,))}
+    found = gs.verify(WithLoss(), batch, loss=loss, budget="100%", rounds=1)
+    assert found.ok
+    assert found.measured_peak_bytes == found.plan.predicted_step_peak_bytes

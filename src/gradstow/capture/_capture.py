@@ -127,10 +127,9 @@ def _rehearse(
         rehearsed = _Rehearsed(compiled, twin)
         output = step.call(rehearsed, inputs)
         names, room = outside_ops(output, _resident_keys(twin, (inputs, batch)), recorder.log.received)
-        loss = find_loss(output) if step.loss is None and not step.outputs_held else None
-        if loss is not None:  # the loop drops the output, but backward() is called on the loss
-            room += loss.untyped_storage().nbytes()
-        reserve = _run_loss(recorder, step, output, batch)
+        loss, reserve = _run_loss(recorder, step, output, batch)
+        if loss is not None and not step.outputs_held and _is_part(loss, output):
+            room += loss.untyped_storage().nbytes()  # the loop drops the output, but backward() is called on the loss
         optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
     seen = Seen(rehearsed.called_with, reserve, (names, room), heard.breaks(), tuple(heard.calls))
     return captured(model, step, recorder.log, seen, optimizer, parts=parts)
@@ -184,22 +183,26 @@ class _Rehearsed:
         return getattr(self._twin, name)
 
 
-def _run_loss(recorder: Recorder, step: Step, output: Any, batch: Any) -> int:
-    """Compute the loss and run the backward; returns the room to reserve where the loss is not known."""
+def _run_loss(recorder: Recorder, step: Step, output: Any, batch: Any) -> tuple[torch.Tensor | None, int]:
+    """Compute the loss and run the backward; returns the loss, and the room to reserve where it is not known."""
     if step.loss is not None:
         with recorder.unmanaged():
             loss = recorder.compile(fresh_function(_call_loss))(step.loss, output, batch)
         check_loss(loss)
-        loss.backward()
-        return 0
-    loss = find_loss(output)
+    else:
+        loss = find_loss(output)
     if loss is not None:
         loss.backward()
-        return 0
+        return loss, 0
     outputs = differentiable(output)
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-    return loss_reserve(output)
+    return None, loss_reserve(output)
+
+
+def _is_part(loss: torch.Tensor, output: Any) -> bool:
+    """Whether the loss lies on memory of the model's output."""
+    return storage_key(loss) in {storage_key(t) for t in tensors(output) if t.layout is torch.strided}
 
 
 def _call_loss(loss: Loss, output: Any, batch: Any) -> Any:

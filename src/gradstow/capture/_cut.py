@@ -202,6 +202,8 @@ def _reason(module: fx.GraphModule, node: fx.Node) -> str:
         return "plain PyTorch chooses the formula of its gradient by the data, and a captured graph holds one of them"
     if node.op in ("call_function", "call_method") and _is_sparse(node):
         return "a captured graph holds no sparse tensors and gradients"
+    if _changes_an_input(node):
+        return "its custom function changes an input of the graph in place, whose gradient the captured form loses"
     bodies = [getattr(module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
     for body in bodies:  # of a higher-order op such as torch's own checkpointing
         if isinstance(body, fx.GraphModule):
@@ -209,6 +211,12 @@ def _reason(module: fx.GraphModule, node: fx.Node) -> str:
             if inner:
                 return next(iter(inner.values()))
     return ""
+
+
+def _changes_an_input(node: fx.Node) -> bool:
+    """Whether this is a custom function that marks an input of the whole graph as changed."""
+    places = [node.args[2 + i] for i in node.kwargs.get("dirty_idx") or () if isinstance(i, int)]
+    return any(isinstance(place, fx.Node) and place.op == "placeholder" for place in places)
 
 
 def _reads_gradients(node: fx.Node) -> bool:

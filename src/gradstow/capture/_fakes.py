@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gradstow.capture._tree import map_tensors
+from gradstow.capture._tree import map_tensors, tensors
 
 _HOOKS = (
     "_forward_hooks",
@@ -47,8 +48,19 @@ class Fakes:
         return self._memo[id(real)]
 
     def tree(self, item: Any) -> Any:
-        """``item`` with every tensor in its containers replaced by its twin."""
-        return map_tensors(item, self.tensor)
+        """``item`` with every tensor in its containers replaced by its twin. Other objects are copied: the model may
+        change them, as it appends to a cache of keys and values, and the rehearsal must not."""
+        for real in tensors(item):
+            self.tensor(real)
+        return map_tensors(item, self.tensor, self._copied)
+
+    def _copied(self, leaf: Any) -> Any:
+        if isinstance(leaf, type | types.ModuleType | torch.nn.Module) or not hasattr(leaf, "__dict__"):
+            return leaf
+        try:
+            return copy.deepcopy(leaf, self._memo)
+        except Exception:  # a lock, a file: the model gets the object itself, as it does in a real step
+            return leaf
 
     def model(self, model: torch.nn.Module) -> torch.nn.Module:
         """A copy without the user's hooks (torch's own, such as spectral_norm's, belong to the model)."""

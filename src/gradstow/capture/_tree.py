@@ -1,9 +1,11 @@
-"""Tensors in containers: torch's pytrees, and dataclasses, which torch takes for leaves."""
+"""Tensors in containers: torch's pytrees, and what torch takes for leaves: dataclasses, and objects that hold tensors,
+such as the caches of transformers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 
-def leaves(item: Any) -> list[Any]:
-    """Everything that is not a container, in order."""
+def leaves(item: Any, around: tuple[int, ...] = ()) -> list[Any]:
+    """Everything that is not a container, in order. An object counts as one where a tensor is in it."""
     found: list[Any] = []
     for leaf in tree_leaves(item):
-        found += leaves(_fields(leaf)) if _is_dataclass(leaf) else [leaf]
+        inside = _inside(leaf, around)
+        found += [leaf] if inside is None else inside
     return found
 
 
@@ -29,17 +32,19 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def map_tensors(item: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``item`` with ``change`` applied to every tensor; containers are new, other leaves the same."""
+def map_tensors(
+    item: Any, change: Callable[[torch.Tensor], Any], other: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """``item`` with ``change`` applied to every tensor, and ``other`` to other leaves; containers are new."""
 
     def apply(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return change(leaf)
         if not _is_dataclass(leaf):
-            return leaf
+            return other(leaf)
         twin = copy.copy(leaf)
         for name, value in _fields(leaf).items():
-            object.__setattr__(twin, name, map_tensors(value, change))  # frozen ones too
+            object.__setattr__(twin, name, map_tensors(value, change, other))  # frozen ones too
         return twin
 
     return tree_map(apply, item)
@@ -54,7 +59,7 @@ def batch_signature(item: Any) -> str:
 def _leaf_layout(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{tuple(leaf.shape)}{leaf.dtype}"
-    if _is_dataclass(leaf):
+    if _inside(leaf) is not None:
         return f"{type(leaf).__name__}({batch_signature(_fields(leaf))})"
     return repr(type(leaf).__name__)
 
@@ -63,5 +68,19 @@ def _is_dataclass(item: Any) -> bool:
     return dataclasses.is_dataclass(item) and not isinstance(item, type)
 
 
+def _inside(leaf: Any, around: tuple[int, ...] = ()) -> list[Any] | None:
+    """The leaves of a dataclass, or of an object that holds tensors; None for any other."""
+    if _is_dataclass(leaf):
+        return leaves(_fields(leaf), around)
+    if isinstance(leaf, type | torch.Tensor | torch.nn.Module | types.ModuleType) or id(leaf) in around:
+        return None
+    if not hasattr(leaf, "__dict__"):
+        return None
+    found = leaves(vars(leaf), (*around, id(leaf)))
+    return found if any(isinstance(x, torch.Tensor) for x in found) else None
+
+
 def _fields(item: Any) -> dict[str, Any]:
+    if not _is_dataclass(item):
+        return dict(vars(item))
     return {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if hasattr(item, f.name)}

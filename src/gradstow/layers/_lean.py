@@ -1,0 +1,108 @@
+"""Which torch module has which lean form, and what that keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from gradstow.layers import _activations, _attention, _conv, _dropout, _fused, _linear, _norms, _pooling
+
+
+@dataclass(frozen=True)
+class _Form:
+    lean: type[nn.Module]
+    keeps: str
+    default: bool = True  # swapped when nobody says what to swap
+
+
+_OUTPUT = "its output, which costs nothing where the next layer keeps it"
+_MASK = "one bit per element"
+_ROWS = "input and statistics in float32; weight gradients added up in float32"
+_RUN = "one tensor per run of conv or linear, norm and activation, some of which run again"
+_SAME = "what torch keeps; with activation= no pre-activation"
+
+_FORMS: dict[type[nn.Module], _Form] = {
+    nn.ReLU: _Form(_activations.ReLU, _OUTPUT),
+    nn.ReLU6: _Form(_activations.ReLU6, _OUTPUT),
+    nn.LeakyReLU: _Form(_activations.LeakyReLU, _OUTPUT),
+    nn.Hardtanh: _Form(_activations.Hardtanh, _OUTPUT),
+    nn.Hardsigmoid: _Form(_activations.Hardsigmoid, _MASK),
+    nn.LogSigmoid: _Form(_activations.LogSigmoid, "its input"),
+    nn.Softsign: _Form(_activations.Softsign, "its input"),
+    nn.Dropout: _Form(_dropout.Dropout, _MASK),
+    nn.MaxPool1d: _Form(_pooling.MaxPool1d, "4 or 8 bits per output"),
+    nn.MaxPool2d: _Form(_pooling.MaxPool2d, "4 or 8 bits per output"),
+    nn.LayerNorm: _Form(_norms.LayerNorm, _ROWS),
+    nn.RMSNorm: _Form(_norms.RMSNorm, _ROWS),
+    nn.GroupNorm: _Form(_norms.GroupNorm, _ROWS),
+    nn.MultiheadAttention: _Form(_attention.Attention, "query, key, value, output and one number per row"),
+    nn.Sequential: _Form(
+        _fused.FusedSequential, "one tensor per run of conv or linear, norm and activation, some of which run again"
+    ),
+    nn.Linear: _Form(_linear.Linear, _SAME, default=False),
+    nn.Conv1d: _Form(_conv.Conv1d, _SAME, default=False),
+    nn.Conv2d: _Form(_conv.Conv2d, _SAME, default=False),
+    nn.Conv3d: _Form(_conv.Conv3d, _SAME, default=False),
+}
+
+
+def why_not(module: nn.Module, *, asked: bool) -> str | None:
+    """Why a module is not swapped: None if it is, "" if it has no lean form at all (or none that is wanted)."""
+    kind = _kind(module)
+    if kind is None:
+        relative = next((base for base in type(module).__mro__ if base in _FORMS and base is not nn.Sequential), None)
+        wanted = relative is not None and (asked or _FORMS[relative].default)
+        if relative is None or not wanted or type(module).__module__.startswith("gradstow."):
+            return ""
+        return f"{type(module).__name__} is not exactly torch's {relative.__name__}"
+    if not asked and not _FORMS[kind].default:
+        return ""
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    if kind is nn.Sequential and not fuses(module):
+        return ""
+    return None
+
+
+def _kind(module: nn.Module) -> type[nn.Module] | None:
+    kind = type(module)
+    if kind in _FORMS:
+        return kind
+    plain = isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward
+    return nn.Sequential if plain else None
+
+
+def fuses(module: nn.Module) -> bool:
+    """Whether a Sequential has children that can run as one node."""
+    trial = _fused.FusedSequential(*module._modules.values())
+    return any(piece.end - piece.first > 1 for piece in trial.pieces())
+
+
+def form_of(module: nn.Module) -> type[nn.Module]:
+    kind = _kind(module)
+    assert kind is not None, "why_not said so"
+    return _FORMS[kind].lean
+
+
+def keeps(module: nn.Module) -> str:
+    """In words, what a lean module keeps for its backward."""
+    if can_mask(module):
+        return _MASK if module.saves == "mask" else _OUTPUT
+    return next(form.keeps for form in _FORMS.values() if form.lean is type(module))
+
+
+_MASKED = (_activations.ReLU, _activations.ReLU6, _activations.LeakyReLU, _activations.Hardtanh)
+
+
+def can_mask(module: nn.Module) -> bool:
+    return isinstance(module, _MASKED)
+
+
+def keep_output(module: nn.Module) -> None:
+    if can_mask(module):
+        module.saves = "output"  # type: ignore[assignment]
+
+
+def mask(module: nn.Module) -> None:
+    module.saves = "mask"  # type: ignore[assignment]
