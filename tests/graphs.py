@@ -413,3 +413,18 @@ HAND_MADE: dict[str, Callable[[], StepGraph]] = {
     "two_regions_and_loss": two_regions_and_loss,
     "passed_on": passed_on,
 }
+
+
+def weight_first() -> StepGraph:
+    """A layer whose weight's gradient is made before its input's, which reads the weight; the former is applied."""
+    s = Sketch()
+    x, w = s.resident(MIB, "x"), s.resident(MIB, "w")
+    (f,) = s.op("f", (x, w), (MIB,))
+    (g,) = s.op("g", (f,), (MIB,))
+    t = s.tangent(MIB, "t")
+    (bg,) = s.op("bg", (t,), (MIB,), backward=True)
+    (bw,) = s.op("bw", (bg, x), (MIB,), backward=True)
+    (bx,) = s.op("bx", (bg, f, w), (MIB,), backward=True)
+    region = s.done((g,), {w: bw, x: bx})
+    flags = tuple(v == w for v in region.inputs)
+    return step(replace(region, added=flags, applied=tuple(0 if flag else -1 for flag in flags)))

@@ -11,25 +11,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradstow import errors, layers
+    from gradstow import errors, layers, train
     from gradstow._api import frontier, plain, plan, stow, unstow, verify
     from gradstow._plan import Plan
     from gradstow.cost import measure_peak
     from gradstow.planner import Policy
+    from gradstow.train import TrainStep, max_batch
 
     __version__: str
 
 __all__ = [
     "Plan",
     "Policy",
+    "TrainStep",
     "__version__",
     "errors",
     "frontier",
     "layers",
+    "max_batch",
     "measure_peak",
     "plain",
     "plan",
     "stow",
+    "train",
     "unstow",
     "verify",
 ]
@@ -37,7 +41,9 @@ __all__ = [
 _HOMES = {
     "Plan": "gradstow._plan",
     "Policy": "gradstow.planner",
+    "TrainStep": "gradstow.train",
     "frontier": "gradstow._api",
+    "max_batch": "gradstow.train",
     "measure_peak": "gradstow.cost",
     "plain": "gradstow._api",
     "plan": "gradstow._api",
@@ -46,7 +52,7 @@ _HOMES = {
     "verify": "gradstow._api",
 }
 
-_ROOMS = ("errors", "layers")
+_ROOMS = ("errors", "layers", "train")
 
 
 def __getattr__(name: str) -> Any:

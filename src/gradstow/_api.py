@@ -28,7 +28,7 @@ def stow(
     model: Model,
     budget: int | str | None = None,
     *,
-    plan: Plan | None = None,
+    plan: Plan | Sequence[Plan] | None = None,
     policy: PolicyLike = "auto",
     optimizer: torch.optim.Optimizer | None = None,
     progress: Progress | None = None,
@@ -47,7 +47,8 @@ def stow(
     Args:
         budget: all live bytes of training on the model's device: ``int`` bytes, ``"6GiB"``, ``"60%"`` of plain
             PyTorch's step peak, or ``"auto"`` for nine tenths of the free memory.
-        plan: a plan made by ``gs.plan``, instead of a budget.
+        plan: a plan made by ``gs.plan``, instead of a budget; or several, for batches of several shapes. Other batches
+            are planned as the first one was.
         policy: ``"auto"``, ``"store-all"``, ``"recompute-all"``, ``"sqrt"``, ``"selective"`` (stores convolutions,
             matrix products and attention), or rules that bind the planner, such as
             ``{"relu": "compress", "layer3.*": "store", "layer1.*": "int4"}``; see ``gs.Policy``.
@@ -208,7 +209,7 @@ def verify(
         step = make_step(model, batch, loss, optimizer, forward, keep_output=False)
         with users_errors():
             made = plan_step(model, step, wanted)
-    call = forward or _default_forward(batch)
+    call = forward or default_forward(batch)
     return Proof(model, batch, call, loss, optimizer, steps, progress).check(made, rounds)
 
 
@@ -222,11 +223,11 @@ def make_step(
 ) -> Step:
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
-    call = forward or _default_forward(batch)
+    call = forward or default_forward(batch)
     return Step(call, batch, batch, loss, optimizer, keep_output)
 
 
-def _default_forward(batch: Any) -> Forward:
+def default_forward(batch: Any) -> Forward:
     if isinstance(batch, Mapping):
         return lambda model, item: model(**item)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:

@@ -19,6 +19,7 @@ from gradstow.capture import (
     RehearsalFailed,
     Seen,
     Step,
+    applied_gradients,
     batch_signature,
     captured_from,
     device_of,
@@ -41,10 +42,10 @@ _MOST_GRAPHS = 128  # under the limit at which Dynamo itself gives up, silently
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for, for every kind of batch. ``plan`` serves the batch that it was made for."""
+    """What the user asked for, for every kind of batch. Each of ``plans`` serves the batch that it was made for."""
 
     wanted: Wanted
-    plan: Plan | None
+    plans: tuple[Plan, ...]
     optimizer: torch.optim.Optimizer | None
 
 
@@ -58,7 +59,8 @@ class Run:
     def __init__(self, module: torch.nn.Module, wishes: Wishes) -> None:
         self.wishes = wishes
         self._names = _Names(module)
-        self._executors: dict[frozenset[int], Executor] = {}  # by which gradients exist already
+        # by which gradients exist already, and which are applied inside the backward
+        self._executors: dict[tuple[frozenset[int], frozenset[int]], Executor] = {}
         self._recording: _Recording | None = None
         self._records, self._said, self._plain = 0, False, False
         self._told = False  # what a model that asks whether it is being compiled hears while it is recorded
@@ -110,7 +112,7 @@ class Run:
     def _executor(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Executor | None, bool]:
         """What runs this step, and whether it is new; None where the step has to be recorded."""
         with self._lock:
-            gradients = existing_gradients(module)
+            gradients = existing_gradients(module), frozenset(applied_gradients(module))
             known = self._executors.get(gradients)
             if known is not None and not self._outdated(module, _planned(known)):
                 return known, False
@@ -155,9 +157,10 @@ class Run:
     def _plan(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Plan, bool]:
         """A plan for this call, and whether nothing else may run."""
         wishes = self.wishes
-        if wishes.plan is not None and _serves(wishes.plan, module, args, kwargs):
-            self.last = wishes.plan
-            return wishes.plan, True
+        for plan in wishes.plans:
+            if _serves(plan, module, args, kwargs):
+                self.last = plan
+                return plan, True
         step = Step(_call, (args, kwargs), optimizer=wishes.optimizer)
         if self._recording is not None:
             self.last = plan_captured(self._recording.captured(module, step), wishes.wanted)
@@ -232,6 +235,8 @@ class _Recording:
 def _serves(plan: Plan, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a plan that was handed in is for this batch, and for as many gradients as exist."""
     if plan.graph.batch != batch_signature((args, kwargs)):
+        return False
+    if any(region.applied for region in plan.graph.regions) != bool(applied_gradients(module)):
         return False
     there = resident_bytes(module, (), plan.graph.device).gradients
     return not plan.budget or plan.graph.resident.gradients == there

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -41,7 +41,7 @@ def plain() -> Iterator[None]:
 def stow_model(
     model: torch.nn.Module,
     wanted: Wanted,
-    plan: Plan | None = None,
+    plan: Plan | Sequence[Plan] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     max_plans: int = MAX_PLANS,
 ) -> torch.nn.Module:
@@ -49,17 +49,25 @@ def stow_model(
     _check_stowable(model)
     if isinstance(max_plans, bool) or not isinstance(max_plans, int) or max_plans < 1:
         raise GradstowError(f"max_plans={max_plans!r} keeps no plan. Give a number of at least 1.")
-    if plan is not None and not isinstance(plan, Plan):
-        raise StalePlan(f"plan= takes a gs.Plan, not {type(plan).__name__}. Load a file with gs.Plan.load(path).")
-    check_alone(plan, wanted)
-    if plan is None and wanted.budget is None and wanted.policy == Policy():
+    plans = _plans(plan)
+    check_alone(plans, wanted)
+    if not plans and wanted.budget is None and wanted.policy == Policy():
         raise GradstowError('stow needs to know the memory allowed: stow(model, budget="6GiB"), or plan=, or policy=.')
-    if plan is not None:
-        _check_plan(plan, model)
-        budget = parse_budget(plan.budget) if plan.budget else None
-        wanted = replace(wanted, budget=budget, policy=Policy.of(plan.policy))
-    model._compiled_call_impl = _Stowed(model, Wishes(wanted, plan, optimizer), max_plans)
+    for one in plans:
+        _check_plan(one, model)
+    if plans:  # what they do not serve is planned in the same way
+        budget = parse_budget(plans[0].budget) if plans[0].budget else None
+        wanted = replace(wanted, budget=budget, policy=Policy.of(plans[0].policy))
+    model._compiled_call_impl = _Stowed(model, Wishes(wanted, plans, optimizer), max_plans)
     return model
+
+
+def _plans(given: Any) -> tuple[Plan, ...]:
+    plans = () if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    for plan in plans:
+        if not isinstance(plan, Plan):
+            raise StalePlan(f"plan= takes a gs.Plan, not {type(plan).__name__}. Load a file with gs.Plan.load(path).")
+    return plans
 
 
 def unstow_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -101,14 +109,14 @@ def _check_stowable(model: torch.nn.Module) -> None:
     device_of(model)
 
 
-def check_alone(plan: Plan | None, wanted: Wanted) -> None:
+def check_alone(plan: Plan | Sequence[Plan] | None, wanted: Wanted) -> None:
     """A plan carries its own budget, policy and codes.
 
     Raises:
         GradstowError: another is asked for beside it.
     """
     given = replace(wanted, progress=None)
-    if plan is None or given == Wanted():
+    if not plan or given == Wanted():
         return
     names = [f.name for f in fields(Wanted) if getattr(given, f.name) != getattr(Wanted(), f.name)]
     raise GradstowError(

@@ -12,9 +12,9 @@ import pytest
 import gradstow
 
 PACKAGE = Path(__file__).parents[2] / "src" / "gradstow"
-FUNCTIONS = {"frontier", "measure_peak", "plain", "plan", "stow", "unstow", "verify"}
-CLASSES = {"Plan", "Policy"}
-NAMES = FUNCTIONS | CLASSES | {"__version__", "errors", "layers"}
+FUNCTIONS = {"frontier", "max_batch", "measure_peak", "plain", "plan", "stow", "unstow", "verify"}
+CLASSES = {"Plan", "Policy", "TrainStep"}
+NAMES = FUNCTIONS | CLASSES | {"__version__", "errors", "layers", "train"}
 
 
 def resolve(name: str) -> object:
@@ -53,7 +53,7 @@ def shadowed(package: Path, names: set[str]) -> set[str]:
 
 
 def test_no_room_shadows_a_public_name() -> None:
-    assert shadowed(PACKAGE, NAMES) == {"errors", "layers"}, "rooms that are names on purpose"
+    assert shadowed(PACKAGE, NAMES) == {"errors", "layers", "train"}, "rooms that are names on purpose"
 
 
 def test_a_room_that_shadows_is_seen(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_type_checkers_see_the_same_homes() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == {**gradstow._HOMES, "errors": "gradstow", "layers": "gradstow"}
+    assert seen == {**gradstow._HOMES, "errors": "gradstow", "layers": "gradstow", "train": "gradstow"}
 
 
 def test_errors_are_all_there_and_share_one_base() -> None:

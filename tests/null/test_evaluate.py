@@ -5,11 +5,23 @@ from __future__ import annotations
 import pytest
 
 from gradstow.errors import BudgetTooSmall
-from gradstow.ir import StepGraph
+from gradstow.ir import Schedule, StepGraph, check_schedule, just_in_time, replay
 from gradstow.planner import make_plan, smallest_peak
 from gradstow.planner._evaluate import evaluate, expand
 from gradstow.planner._problem import build_problem
-from graphs import MIB, Sketch, chain, coded, costs_of, elementwise, multi_output, step, storages_of, with_region
+from graphs import (
+    MIB,
+    Sketch,
+    chain,
+    coded,
+    costs_of,
+    elementwise,
+    multi_output,
+    step,
+    storages_of,
+    weight_first,
+    with_region,
+)
 
 
 def during(graph: StepGraph, *, keep: bool) -> list[float]:
@@ -67,3 +79,17 @@ def test_a_step_of_nothing_but_views_needs_what_is_outside() -> None:
 
 def test_what_dies_is_written_over() -> None:
     assert during(elementwise(), keep=True) == [1, 1, 2, 3, 3, 3]
+
+
+def test_applying_a_gradient_takes_room_where_it_leaves() -> None:
+    graph = weight_first()
+    roomy = tuple(5 * MIB if nbytes >= 0 else nbytes for nbytes in graph.regions[0].applied)
+    peaks = []
+    for item in (graph, with_region(graph, 0, applied=roomy)):
+        region, costs = item.regions[0], costs_of(item)
+        plan = Schedule((just_in_time(region, range(len(region.storages))),))
+        check_schedule(item, plan)
+        problem = build_problem(item, costs)
+        peaks.append(replay(item, plan, costs).peak_bytes)
+        assert evaluate(problem, expand(problem, set(problem.keepable))).peak_bytes == peaks[-1]
+    assert peaks[1] - peaks[0] >= 4 * MIB

@@ -35,6 +35,7 @@ from graphs import (
     storages_of,
     two_regions_and_loss,
     viewed,
+    weight_first,
     with_op,
     with_region,
 )
@@ -243,6 +244,18 @@ def test_gradients_that_are_views_of_one_storage_leave_together() -> None:
     plan = write_events(region, {})
     backward = script(region, "both flat half ^w,v more ^x -t -both -more")
     assert same(plan, replace(plan, backward=backward))
+
+
+def test_an_applied_gradient_waits_for_the_last_reader_of_its_weight() -> None:
+    """Its own op comes first, then one that reads the weight, and one for which an op that reads it may run again."""
+    region = weight_first().regions[0]
+    w = region.inputs.index(next(i for i, v in enumerate(region.values) if v.name == "w"))
+    names = [op.name for op in region.ops]
+    assert deliveries(replace(region, applied=())) == {names.index("bw"): (w,)}
+    assert deliveries(region) == {names.index("bx"): (w,)}
+    pinned = [replace(op, pinned="random") if op.name == "f" else op for op in region.ops]
+    shown = [replace(op, inputs=op.inputs[:1]) if op.name == "bx" else op for op in pinned]  # reads w no more
+    assert deliveries(replace(region, ops=tuple(shown))) == {names.index("bw"): (w,)}
 
 
 def test_a_view_that_is_read_itself_and_through_another_runs_once() -> None:

@@ -34,6 +34,7 @@ from graphs import (
     storages_of,
     two_regions_and_loss,
     viewed,
+    weight_first,
     with_op,
     with_region,
 )
@@ -171,12 +172,17 @@ BROKEN: dict[str, list[Case]] = {
         Case(added(), backward="b2 ^w2 ^w2 b1", kept=["f1"]),
         Case(added(), backward="b2 -b2.1 ^w2 b1", kept=["f1"]),
     ],
+    "applied": [
+        Case(weight_first(), backward="bg bw ^w -bw bx", kept=["f"]),
+        Case(weight_first(), "f g", "bg bw ^w -bw f bx", kept=[]),
+    ],
     "gradients": [
         Case(chain(), backward="b3 -b3.1 b2 b1", kept=["f1", "f2"]),
         Case(elementwise(), backward="bg brelu bf -bf", kept=["relu"]),
     ],
 }
 LEGAL = [
+    Case(weight_first(), "f g", "f bg bw bx ^w -bw -bg", kept=[]),
     Case(added(), "f1 f2", "b2 ^w2 -b2.1 b1 ^w1 -b1", kept=["f1"]),
     Case(added(), "f1 f2", "b2 b1 ^w1,w2", kept=["f1"]),
     Case(chain(), "f1 f2 f3", "b3 b2 b1", kept=["f1", "f2"]),

@@ -20,11 +20,18 @@ from gradstow.capture._capture import (
 )
 from gradstow.capture._captured import Captured, Seen, nothing_captured
 from gradstow.capture._cut import cut
-from gradstow.capture._fakes import same_randomness
+from gradstow.capture._fakes import Fakes, same_randomness
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._loss import check_loss, find_loss
-from gradstow.capture._model import device_of, existing_gradients, resident_bytes, weights_signature
+from gradstow.capture._model import (
+    applied_gradients,
+    device_of,
+    existing_gradients,
+    resident_bytes,
+    stand_in,
+    weights_signature,
+)
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
 from gradstow.capture._parts import expose_parts, hide_parts, is_part
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
@@ -38,6 +45,7 @@ from gradstow.capture._uses import changed_inputs
 __all__ = [
     "Captured",
     "CompiledGraph",
+    "Fakes",
     "InputRole",
     "JointGraph",
     "OutputRef",
@@ -47,6 +55,7 @@ __all__ = [
     "StepLog",
     "Strides",
     "aot",
+    "applied_gradients",
     "arrived_strides",
     "aten_names",
     "batch_signature",
@@ -84,6 +93,7 @@ __all__ = [
     "restrided",
     "same_randomness",
     "see",
+    "stand_in",
     "storage_key",
     "tensors",
     "was_told",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from gradstow._errors import CaptureError
 from gradstow.actions import Action, Codes, kept_as
 from gradstow.capture._log import RegionRecord, StepLog
-from gradstow.capture._model import device_of, existing_gradients, resident_bytes, weights_signature
+from gradstow.capture._model import applied_gradients, device_of, existing_gradients, resident_bytes, weights_signature
 from gradstow.capture._normalize import normalize
 from gradstow.capture._region import build_region, fingerprint
 from gradstow.capture._step import Step
@@ -49,6 +49,7 @@ class Captured:
     order: tuple[RegionRecord, ...]
     outputs_held: bool
     existing: frozenset[int]
+    applied: Mapping[int, int]
     common: StepGraph
 
     def told(self, told: bool) -> Captured:
@@ -74,7 +75,7 @@ class Captured:
         graph = record.compiled
         print_ = fingerprint(graph.joint, graph.num_forward_outputs)
         chosen = [kept_as(code, names) for code, names in codes.get(print_, {}).items()]
-        return build_region(
+        region = build_region(
             normalize(graph.joint, record.mask if record.ran_backward else None),
             graph.num_forward_outputs,
             [replace(role, added=role.parameter in self.existing) for role in record.roles],
@@ -88,6 +89,8 @@ class Captured:
             mutated=graph.mutated,
             actions=(*actions, *chosen),
         ).region
+        applied = tuple(self.applied.get(role.parameter, -1) for role in record.roles)
+        return replace(region, applied=applied) if self.applied else region
 
 
 def captured(
@@ -100,12 +103,13 @@ def captured(
             f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
+    applied = applied_gradients(model)
     common = StepGraph(
         regions=(),
         resident=replace(resident_bytes(model, (step.inputs, step.batch), device), optimizer=optimizer[0]),
         device=device,
         reserve_bytes=seen.reserve_bytes,
-        optimizer_peak_bytes=optimizer[1],
+        optimizer_peak_bytes=0 if applied else optimizer[1],
         outputs_held=step.outputs_held,
         batch=seen.batch,
         model=type(model).__qualname__,
@@ -117,7 +121,7 @@ def captured(
         parts=parts,
         versions={"torch": torch.__version__},
     )
-    return Captured(tuple(log.order), step.outputs_held, existing_gradients(model), common)
+    return Captured(tuple(log.order), step.outputs_held, existing_gradients(model), applied, common)
 
 
 def _ending(breaks: tuple[GraphBreak, ...], order: list[RegionRecord]) -> tuple[GraphBreak, ...]:

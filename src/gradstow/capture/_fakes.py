@@ -91,9 +91,17 @@ class Fakes:
                 self.tensor(parameter)
         for state in optimizer.state.values():
             for item in state.values():
-                if isinstance(item, torch.Tensor):
+                if isinstance(item, torch.Tensor) and (item.dim() or item.device.type != "cpu"):
                     self.tensor(item)
+                elif isinstance(item, torch.Tensor):
+                    self._counter(item)
         return copy.deepcopy(optimizer, self._memo)
+
+    def _counter(self, real: torch.Tensor) -> None:
+        """A number of steps: the optimizer reads it, and a fake has none unless it was made with one."""
+        with self.mode:
+            self._memo[id(real)] = torch.tensor(1, dtype=real.dtype)
+        self._alive.append(real)
 
 
 def _is_torchs(hook: Any) -> bool:

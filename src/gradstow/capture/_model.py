@@ -45,6 +45,23 @@ def existing_gradients(model: torch.nn.Module) -> frozenset[int]:
     return frozenset(i for i, p in enumerate(trained) if p.grad is not None)
 
 
+def stand_in(parameter: torch.nn.Parameter, working_bytes: int) -> torch.Tensor:
+    """A ``.grad`` without memory, which says that the real one is applied and freed as soon as it is complete.
+
+    ``working_bytes``: what applying it takes beside it.
+    """
+    zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    zero.gradstow_applies = working_bytes  # type: ignore[attr-defined]
+    return zero
+
+
+def applied_gradients(model: torch.nn.Module) -> dict[int, int]:
+    """Positions, among the trainable parameters, of those with a stand-in → what applying their gradients takes."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    found = ((i, getattr(p.grad, "gradstow_applies", -1)) for i, p in enumerate(trained))
+    return {i: nbytes for i, nbytes in found if nbytes >= 0}
+
+
 def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
     """What the model and the batch hold, each storage once, in bytes."""
     seen: set[int] = set()

@@ -7,11 +7,14 @@ import sys
 import typer
 
 from gradstow._errors import BudgetError, GradstowError, PolicyError, StalePlan
+from gradstow.cli._bench_batch_size import batch_size
 from gradstow.cli._input import InputError
 from gradstow.cli.bench import bench
 from gradstow.cli.demo import demo
 from gradstow.cli.frontier import frontier
+from gradstow.cli.max_batch import max_batch
 from gradstow.cli.plan import plan
+from gradstow.cli.train import train
 from gradstow.cli.verify import verify
 
 _BAD_INPUT = (BudgetError, PolicyError, StalePlan, InputError)
@@ -28,6 +31,9 @@ app.command()(demo)
 app.command()(plan)
 app.command()(frontier)
 app.command()(verify)
+app.command("max-batch")(max_batch)
+app.command()(train)
+bench.command("batch-size")(batch_size)
 app.add_typer(bench, name="bench")
 
 

@@ -6,7 +6,7 @@ Called with op signatures by whoever plans; knows nothing of graphs, plans or mo
 from gradstow.cost._analytic import Profile, analytic_costs, find_profile
 from gradstow.cost._cache import measured_costs
 from gradstow.cost._measure import measure
-from gradstow.cost._memory import PeakMemory, measure_peak
+from gradstow.cost._memory import PeakMemory, measure_peak, paused
 from gradstow.cost._transfers import bandwidth_of, transfer_costs
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "measure",
     "measure_peak",
     "measured_costs",
+    "paused",
     "transfer_costs",
 ]

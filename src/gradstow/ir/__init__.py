@@ -1,7 +1,7 @@
 """What the rooms exchange. Plain data, no torch."""
 
 from gradstow.ir._cost import CostTable, OpCost
-from gradstow.ir._deliver import delivered_storages, deliveries
+from gradstow.ir._deliver import applying, delivered_storages, deliveries
 from gradstow.ir._events import just_in_time, write_events
 from gradstow.ir._graph import (
     GraphBreak,
@@ -43,6 +43,7 @@ __all__ = [
     "StorageKind",
     "Timeline",
     "Value",
+    "applying",
     "check_graph",
     "check_schedule",
     "delivered_storages",

@@ -122,6 +122,8 @@ class Region:
         accumulated: for each gradient, whether it ends in a ``.grad``, and so lives to the end of the step where it is
             the first one there.
         added: for each gradient, whether that ``.grad`` exists already: then it is added to it, and given up.
+        applied: for each gradient that an optimizer inside the backward applies and frees as soon as it is handed over,
+            the bytes that this takes beside it, else -1; () where no gradient is.
         streams: whether gradients can be handed over while the backward still runs (see ``deliveries``).
         held: whether the caller still holds the outputs while the backward runs, so that keeping them is free.
         managed: False for code that runs as plain PyTorch (a loss outside the model).
@@ -140,6 +142,7 @@ class Region:
     gradients: tuple[int, ...]
     accumulated: tuple[bool, ...]
     added: tuple[bool, ...]
+    applied: tuple[int, ...] = ()
     streams: bool = True
     held: bool = False
     managed: bool = True

@@ -57,6 +57,8 @@ def _lengths(graph: StepGraph, r: int) -> Iterator[str]:
     if not len(region.inputs) == len(region.gradients) == flags[0] == flags[1]:
         sizes = f"{len(region.inputs)} inputs, {len(region.gradients)} gradients, {flags[0]} and {flags[1]} flags"
         yield sizes
+    if region.applied and len(region.applied) != len(region.gradients):
+        yield f"{len(region.applied)} notes of applied gradients"
     if region.tangent_mask and sum(region.tangent_mask) != len(region.tangents):
         yield f"{len(region.tangents)} tangents, {sum(region.tangent_mask)} of them in the mask"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradstow.ir._cost import CostTable
+from gradstow.ir._deliver import applying
 from gradstow.ir._graph import Op, Region, StepGraph, StorageKind
-from gradstow.ir._schedule import Free, Run, Schedule
+from gradstow.ir._schedule import Deliver, Event, Free, Run, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +175,13 @@ class _Walk:
         for key in tangents:
             self.hold(key, "backward()" if root else f"tangent{r}")
         self.release_all(f"gradient for {r}")
-        for event in plan.backward:
+        applies = _applies(region, plan.backward)
+        for index, event in enumerate(plan.backward):
             if isinstance(event, Free):
                 for who in (f"kept{r}", f"backward{r}", f"tangent{r}"):
                     self.release(self.key(r, event.storage), who)
             elif isinstance(event, Run):
-                self._run(r, event, f"backward{r}", backward=True)
+                self._run(r, event, f"backward{r}", backward=True, applies=applies.get(index, 0))
         ends = zip(region.gradients, region.accumulated, region.added, region.inputs, strict=True)
         for value, accumulated, added, given in ends:
             if value < 0 or added:
@@ -194,7 +197,7 @@ class _Walk:
         for key in [k for k, holders in self.holders.items() if who in holders]:
             self.release(key, who)
 
-    def _run(self, r: int, event: Run, who: str, *, backward: bool) -> None:
+    def _run(self, r: int, event: Run, who: str, *, backward: bool, applies: int = 0) -> None:
         region = self.graph.regions[r]
         op = region.ops[event.op]
         recompute = backward and not op.backward
@@ -213,7 +216,8 @@ class _Walk:
         self.clock += wait + cost.seconds
         if cost.transfer:
             self._transfer(r, event.op, made, recompute, cost.transfer)
-        self._note(r, event.op, backward, recompute, self.live + transient + cost.working_bytes, cost.seconds, wait)
+        working = max(cost.working_bytes, applies)
+        self._note(r, event.op, backward, recompute, self.live + transient + working, cost.seconds, wait)
 
     def _wait(self, r: int, region: Region, op: Op, recompute: bool) -> float:
         """Seconds until all that the op reads has arrived."""
@@ -241,6 +245,18 @@ class _Walk:
         self.moments.append(Moment(r, op, backward, recompute, during, self.live, seconds, wait))
         if len(self.moments) - 1 == self.look_at:
             self.seen = tuple(self.holders)
+
+
+def _applies(region: Region, events: Sequence[Event]) -> dict[int, int]:
+    """Position of each Run after which gradients are applied → the bytes that this takes."""
+    found: dict[int, int] = {}
+    last = -1
+    for index, event in enumerate(events):
+        if isinstance(event, Run) and not region.ops[event.op].view:
+            last = index
+        elif isinstance(event, Deliver):
+            found[last] = max(found.get(last, 0), applying(region, event.gradients))
+    return found
 
 
 def _last_readers(graph: StepGraph) -> dict[Key, int]:

@@ -291,6 +291,22 @@ def _deliveries(f: Followed) -> Iterator[str]:
             yield f"{step.event}"
 
 
+def _applied(f: Followed) -> Iterator[str]:
+    region = f.region
+    changed: set[int] = set()
+    for step in f.steps:
+        if step.backward and isinstance(step.event, Run):
+            op = region.ops[step.event.op]
+            again = op.rerun if not op.backward else None
+            read = {region.values[v].storage for v in (op.inputs if again is None else again.inputs)}
+            if read & changed and not op.view:
+                yield f"{op.name}"
+        elif isinstance(step.event, Deliver) and region.applied:
+            changed.update(
+                region.values[region.inputs[p]].storage for p in step.event.gradients if region.applied[p] >= 0
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleRule:
     """A sentence, and what checks it: ``broken`` yields the offenders."""
@@ -320,5 +336,6 @@ SCHEDULE_RULES: dict[str, ScheduleRule] = {
     "deliveries": ScheduleRule(
         "a gradient that is added to a .grad may leave the backward once, when made", _deliveries
     ),
+    "applied": ScheduleRule("no op reads a parameter after its gradient left to be applied", _applied),
     "gradients": ScheduleRule("gradients that were not delivered are there after the backward", _gradients),
 }

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gradstow.ir import CostTable, Op, Region, StepGraph, StorageKind, delivered_storages, deliveries
+from gradstow.ir import CostTable, Op, Region, StepGraph, StorageKind, applying, delivered_storages, deliveries
 
 
 @dataclass(slots=True)
@@ -176,14 +176,16 @@ def _add_nodes(problem: Problem, r: int, region: Region, costs: CostTable, *, ba
         known = [n for n in found if n is not None]
         return tuple(dict.fromkeys(reversed(known)))[::-1]  # the last use counts, as in just_in_time
 
-    leaving = delivered_storages(region, deliveries(region, at_once=not region.managed)) if backward else {}
+    early = deliveries(region, at_once=not region.managed) if backward else {}
+    leaving = delivered_storages(region, early)
     for index, op in enumerate(region.ops):
         if op.view or op.backward != backward:
             continue
         inputs = numbers(op.inputs)
         outputs = tuple(n for n in numbers(op.outputs) if n not in inputs)
         cost = costs.run(op)
-        node = Node(r, index, cost.seconds, cost.working_bytes, inputs, outputs)
+        working = max(cost.working_bytes, applying(region, early.get(index, ())))
+        node = Node(r, index, cost.seconds, working, inputs, outputs)
         node.pinned = bool(op.pinned) or cost.how == "unknown"
         node.overwrites = numbers(op.overwrites) if region.managed else ()
         node.scope, node.lazy = op.scope, op.lazy

@@ -1,0 +1,144 @@
+"""How large micro-batches are, and by what plan the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gradstow._api import Forward, stow
+from gradstow._errors import GradstowError
+from gradstow._stow import is_stowed
+from gradstow._units import parse_budget
+from gradstow._wanted import Progress
+from gradstow.train._choose import Choice, choose
+from gradstow.train._coupled import check_splittable, coupled_now, may_couple
+from gradstow.train._precision import Precision
+from gradstow.train._sized import joined
+from gradstow.train._window import size_of, split
+
+_UNSPLITTABLE = "the loss (splittable=False)"
+
+
+class Fit:
+    """Stows the model, chooses the micro-batch where asked to, and splits batches.
+
+    Attributes:
+        asked: what the user gave as micro_batch.
+        micro_batch: the most samples of one micro-batch; None where batches are not split, or not yet known.
+        choice: how "auto" chose.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget: int | str | None,
+        micro_batch: int | str | None,
+        batch_size: int | None,
+        *,
+        splittable: bool = True,
+        allow_coupled: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        _check_micro_batch(micro_batch, budget)
+        self.model, self.asked, self.batch_size = model, micro_batch, batch_size
+        self.micro_batch = micro_batch if isinstance(micro_batch, int) else None
+        self.choice: Choice | None = None
+        self._budget = None if budget is None else parse_budget(budget)
+        self._bytes: int | None = None  # the budget that a saved run came to
+        self._optimizer = joined(optimizers)
+        self._candidates = may_couple(model)
+        self._splittable, self._allow_coupled = splittable, allow_coupled
+        self._progress = progress
+        self._waits = micro_batch == "auto"
+        if self._budget is not None and not self._waits:
+            self.stow()
+
+    def stow(self) -> None:
+        """By the chosen plan, or by the budget alone."""
+        assert self._budget is not None, "asked for only under one"
+        if self.choice is not None:
+            stow(self.model, plan=self.choice.plans, optimizer=self._optimizer, progress=self._progress)
+        else:
+            stow(self.model, self._bytes or str(self._budget), optimizer=self._optimizer, progress=self._progress)
+
+    def ready(self, batch: Any, loss: Any, precision: Precision, forward: Forward | None) -> None:
+        """Before the first window: choose. Plans on fake tensors; nothing of the step runs."""
+        if not self._waits:
+            return
+        self.choice = choose(
+            self.model,
+            batch,
+            loss=loss,
+            optimizer=self._optimizer,
+            budget=self._budget,
+            batch_size=self.batch_size,
+            precision=precision,
+            coupled=self.coupled(),
+            forward=forward,
+            progress=self._progress,
+        )
+        self.micro_batch = self.choice.micro_batch
+        self._waits = False
+        self.stow()
+
+    def state_dict(self) -> dict[str, Any]:
+        budget = None if self.choice is None else self.choice.budget_bytes
+        return {"asked": self.asked, "micro_batch": self.micro_batch, "budget_bytes": budget or self._bytes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the size that a saved run had, where it was asked for the same: other sums round otherwise."""
+        if state["asked"] != self.asked:
+            return
+        self.micro_batch = state["micro_batch"]
+        if self._waits and self.micro_batch is not None:
+            self._waits, self._bytes = False, state["budget_bytes"]
+            self.stow()
+
+    def again(self) -> None:
+        """Ctrl-C in a forward leaves a stowed model plain: under a budget it is stowed again."""
+        if self._budget is not None and not self._waits and not is_stowed(self.model):
+            self.stow()
+
+    def coupled(self) -> str:
+        """What forbids splitting a batch, or ""."""
+        if self._allow_coupled:
+            return ""
+        return coupled_now(self._candidates) if self._splittable else _UNSPLITTABLE
+
+    def parts(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """The micro-batches of a batch and their samples. A batch that is not to be split need not be splittable.
+
+        Raises:
+            GradstowError: something couples the samples.
+        """
+        if self.micro_batch is None:
+            return [batch], [1]
+        parts = split(batch, self.micro_batch)
+        if len(parts) == 1:
+            return parts, [1]
+        check_splittable(self.coupled(), size_of(batch), self.micro_batch)
+        return parts, [size_of(part) for part in parts]
+
+    def shrink(self, sizes: Sequence[int]) -> bool:
+        """Halve the micro-batches from here on, where that can be done."""
+        largest = max(sizes)
+        if largest < 2 or self.coupled():
+            return False
+        self.micro_batch = -(-largest // 2)
+        return True
+
+
+def _check_micro_batch(micro_batch: Any, budget: Any) -> None:
+    whole = isinstance(micro_batch, int) and not isinstance(micro_batch, bool) and micro_batch > 0
+    if micro_batch is not None and micro_batch != "auto" and not whole:
+        raise GradstowError(
+            f'micro_batch={micro_batch!r} means nothing. Give a number of samples, "auto", or None for no splitting.'
+        )
+    if micro_batch == "auto" and budget is None:
+        raise GradstowError(
+            'micro_batch="auto" chooses the fastest size within a budget, and none was given. Give budget="6GiB", '
+            "or the size."
+        )
