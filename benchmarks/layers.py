@@ -189,14 +189,14 @@ def times(pair: Pair, rounds: int, device: str) -> dict[str, float]:
     return {"ratio": statistics.median(ratios), "ratio_low": low, "ratio_high": high}
 
 
-def error_ratio(pair: Pair) -> float:
+def error_ratio(pair: Pair) -> float | None:
     """Of all gradients, against torch's in float64."""
     exact = copy.deepcopy(pair.plain).double() if isinstance(pair.plain, nn.Module) else None
     found = [gradients(run, pair.inputs) for run in (pair.lean, pair.plain)]
     if all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
         return 1.0
     if exact is None:
-        return float("nan")  # the tests judge these, on smaller inputs
+        return None  # the tests judge these, on smaller inputs
     right = gradients(exact, tuple(x.detach().double().requires_grad_() for x in pair.inputs))
     lean, plain = (
         sum(float((a.double() - b).square().sum()) for a, b in zip(each, right, strict=True)) ** 0.5 for each in found
