@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from gradstow.ir import CostTable, Free, Run, Schedule, StepGraph, StorageKind
+from gradstow.ir import CostTable, Deliver, Free, Run, Schedule, StepGraph, StorageKind
 
 Key = tuple[int, int]
 OVER, FOREVER = 10**12, math.inf  # the tick when backward() returns, and never
@@ -137,9 +137,13 @@ class Ledger:
             last[s] = max(last.get(s, 0), OVER)
         alive = {s: Block(self.nbytes((r, s)), 2 * now) for s in self.on(r, region.tangents)}
         self.blocks += alive.values()
+        moment, beside = len(self.working), 0
         for event in plan.backward:
             if isinstance(event, Free) and event.storage in alive:
                 alive.pop(event.storage).end = max(2 * now, last.get(event.storage, 0))
+            if isinstance(event, Deliver) and region.applied:
+                applied = max(region.applied[p] for p in event.gradients)
+                self.working[moment] = max(self.working[moment], applied + beside)
             if not isinstance(event, Run):
                 continue
             op = region.ops[event.op]
@@ -157,6 +161,8 @@ class Ledger:
                     self.blocks.append(alive[s])
             once = self.costs.plain(op) if self.plain else self.costs.run(op)
             cost = self.costs.rerun(op) if again else once
+            if not op.view:  # what is applied behind it counts in its moment
+                moment, beside = len(self.working), extra
             self.working.append(cost.working_bytes + extra)
             now += 1
         for s, block in alive.items():

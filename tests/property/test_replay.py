@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -20,6 +21,21 @@ def test_both_replayers_agree(drawn: tuple[StepGraph, CostTable], seed: int, reu
     schedule = random_schedule(graph, random.Random(seed), reuse=reuse)
     check_schedule(graph, schedule)
     assert account(replay(graph, schedule, costs, plain=plain)) == expected(Ledger(graph, schedule, costs, plain))
+
+
+@given(graphs_and_costs(regions=4), st.integers(0, 2**32))
+def test_gradients_that_are_applied_inside_the_backward(drawn: tuple[StepGraph, CostTable], seed: int) -> None:
+    graph, costs = drawn
+    assume(any(any(r.added) for r in graph.regions))
+    chooser = random.Random(seed)
+    regions = [
+        replace(r, applied=tuple(chooser.randint(0, 3000) if a and chooser.random() < 0.7 else -1 for a in r.added))
+        for r in graph.regions
+    ]
+    graph = replace(graph, regions=tuple(regions))
+    schedule = random_schedule(graph, chooser, reuse=chooser.random() < 0.5)
+    check_schedule(graph, schedule)
+    assert account(replay(graph, schedule, costs)) == expected(Ledger(graph, schedule, costs))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -52,11 +52,12 @@ class Conversion:
     _undone: bool = field(default=False, repr=False)
 
     def undo(self) -> None:
-        """Give every swapped module its class back. Twice does nothing."""
+        """Give every swapped module its class back, where it still has the lean one. Twice does nothing."""
         if not self._undone:
             for swap in self.swaps:
-                swap.module.__class__ = swap.old
-                swap.module.__dict__.pop("saves", None)
+                if type(swap.module) is swap.new:  # else somebody gave it another class since, such as parametrizations
+                    swap.module.__class__ = swap.old
+                    swap.module.__dict__.pop("saves", None)
         self._undone = True
 
     def count(self, before: Saves, after: Saves) -> None:

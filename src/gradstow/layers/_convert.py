@@ -40,8 +40,8 @@ def convert(
         skip: what to leave, in the same way.
         batch: what a loader yields, to count bytes with: a copy of the model runs forward on it before and after, in
             training mode and without touching the RNG. It also decides, per activation, whether one bit per element
-            is less than the output: not where the next layer keeps that output anyway. Without it they keep the
-            output, which is never more than torch keeps.
+            is less than the output: not where the next layer keeps that output anyway. Without it ReLU keeps its
+            output, as torch does, and the others one bit.
         forward: how the model is called, as ``forward(model, batch)``; by default a mapping is given as keyword
             arguments, and of a pair only the first.
 
@@ -57,7 +57,7 @@ def convert(
     for path, module in chosen.items():
         old = type(module)
         module.__class__ = _lean.form_of(module)
-        _lean.keep_output(module)
+        _lean.start(module, counted=batch is not None)
         swaps.append(Swap(path, module, old, type(module), _lean.keeps(module)))
     conversion = Conversion(tuple(swaps), left)
     if batch is not None:
@@ -139,7 +139,11 @@ def _masks_where_less(
 ) -> Saves:
     """Let activations keep one bit per element where nobody else keeps their output."""
     found = _saves_of(model, batch, call)
-    masked = [s for s in conversion.swaps if _lean.can_mask(s.module) and found.alone(s.path)]
+    masked = [
+        s
+        for s in conversion.swaps
+        if _lean.prefers_mask(s.module, alone=found.alone(s.path), shared=found.shared(s.path))
+    ]
     for swap in masked:
         _lean.mask(swap.module)
     return _saves_of(model, batch, call) if masked else found

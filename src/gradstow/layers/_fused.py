@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, Self
 
 import torch
@@ -93,8 +94,11 @@ class FusedSequential(nn.Sequential):
         return x
 
     def _saves(self, piece: Piece) -> str:
-        """ "mask" only where one bit says enough."""
-        return self.saves if piece.act is not None and epilogue.has_bits(piece.act) else "output"
+        """ "mask" only where one bit says enough; there always for what torch keeps the input of: what comes behind
+        may write over the output."""
+        if piece.act is None or not epilogue.has_bits(piece.act):
+            return "output"
+        return self.saves if piece.act.name == "relu" else "mask"
 
 
 def _fits(x: torch.Tensor, conv: Any, norm: Any) -> bool:
@@ -145,6 +149,22 @@ def _folded(x: torch.Tensor, conv: Any, norm: Any, act: Activation | None, saves
     weight, bias = folded(conv.weight, conv.bias, *statistics, norm.weight, norm.bias, norm.eps)
     x, padding = padded(conv, x)
     return convolution(x, weight, bias, conv.stride, padding, conv.dilation, conv.groups, act, saves)
+
+
+@functools.cache
+def fused_kind(old: Any) -> Any:
+    """A class that is ``old`` in all but its forward: its name, methods and attributes stay."""
+
+    def reduce(self: nn.Module, _protocol: Any = None) -> tuple[Any, ...]:  # pickle finds no class that was made here
+        return _blank, (old,), self.__dict__.copy()
+
+    names = {"__module__": old.__module__, "__qualname__": old.__qualname__, "__reduce_ex__": reduce}
+    return type(old.__name__, (FusedSequential, old), names)
+
+
+def _blank(old: Any) -> Any:
+    kind = fused_kind(old)
+    return kind.__new__(kind)
 
 
 class _Block(FusedSequential):

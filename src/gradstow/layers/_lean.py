@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +23,9 @@ _ROWS = "input and statistics in float32; weight gradients added up in float32"
 _RUN = "one tensor per run of conv or linear, norm and activation, some of which run again"
 _SAME = "what torch keeps; with activation= no pre-activation"
 
+_SETTINGS = frozenset(
+    {"saves", "keep", "fold", "activation", "chunk"}
+)  # of lean forms, where a module may have its own
 _FORMS: dict[type[nn.Module], _Form] = {
     nn.ReLU: _Form(_activations.ReLU, _OUTPUT),
     nn.ReLU6: _Form(_activations.ReLU6, _OUTPUT),
@@ -60,6 +64,9 @@ def why_not(module: nn.Module, *, asked: bool) -> str | None:
         return ""
     if "forward" in module.__dict__:
         return "its forward was replaced"
+    own = _SETTINGS.intersection(module.__dict__)
+    if own:
+        return f"it has an attribute of its own that is named {min(own)}"
     if kind is nn.Sequential and not fuses(module):
         return ""
     return None
@@ -69,8 +76,13 @@ def _kind(module: nn.Module) -> type[nn.Module] | None:
     kind = type(module)
     if kind in _FORMS:
         return kind
-    plain = isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward
-    return nn.Sequential if plain else None
+    return nn.Sequential if isinstance(module, nn.Sequential) and _only_adds(kind) else None
+
+
+def _only_adds(kind: type[nn.Module]) -> bool:
+    """Whether a class of Sequentials still runs its children one after the other."""
+    same = ("forward", "__iter__", "__call__", "_call_impl", "__getattr__")
+    return all(getattr(kind, name, None) is getattr(nn.Sequential, name, None) for name in same)
 
 
 def fuses(module: nn.Module) -> bool:
@@ -82,14 +94,16 @@ def fuses(module: nn.Module) -> bool:
 def form_of(module: nn.Module) -> type[nn.Module]:
     kind = _kind(module)
     assert kind is not None, "why_not said so"
-    return _FORMS[kind].lean
+    old: Any = type(module)
+    lean: type[nn.Module] = _FORMS[kind].lean if kind is old else _fused.fused_kind(old)
+    return lean
 
 
 def keeps(module: nn.Module) -> str:
     """In words, what a lean module keeps for its backward."""
     if can_mask(module):
         return _MASK if module.saves == "mask" else _OUTPUT
-    return next(form.keeps for form in _FORMS.values() if form.lean is type(module))
+    return next(form.keeps for form in _FORMS.values() if isinstance(module, form.lean))
 
 
 _MASKED = (_activations.ReLU, _activations.ReLU6, _activations.LeakyReLU, _activations.Hardtanh)
@@ -99,9 +113,16 @@ def can_mask(module: nn.Module) -> bool:
     return isinstance(module, _MASKED)
 
 
-def keep_output(module: nn.Module) -> None:
+def start(module: nn.Module, *, counted: bool) -> None:
+    """What an activation keeps to begin with. Torch's ReLU keeps its output, too; the others keep their input, and what
+    comes behind them may write over the output, which only a count of all that is kept can rule out."""
     if can_mask(module):
-        module.saves = "output"  # type: ignore[assignment]
+        module.saves = "output" if counted or isinstance(module, _activations.ReLU) else "mask"  # type: ignore[assignment]
+
+
+def prefers_mask(module: nn.Module, *, alone: bool, shared: bool) -> bool:
+    """Whether one bit is less than the output, or safer: see ``start``."""
+    return can_mask(module) and (alone if isinstance(module, _activations.ReLU) else not shared)
 
 
 def mask(module: nn.Module) -> None:

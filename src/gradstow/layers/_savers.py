@@ -46,6 +46,11 @@ class Saves:
         mine = [keys for keys in self.savers.values() if path in keys]
         return bool(mine) and all(keys == [path] for keys in mine)
 
+    def shared(self, path: str) -> bool:
+        """Whether somebody else keeps all that this module keeps, and that is something."""
+        mine = [keys for keys in self.savers.values() if path in keys]
+        return bool(mine) and all(len(keys) > 1 for keys in mine)
+
 
 def watch_saves(model: nn.Module, run: Callable[[], Any], batch: Iterable[torch.Tensor] = ()) -> Saves:
     """Run a forward and note what autograd keeps of it.

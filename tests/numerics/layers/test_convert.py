@@ -217,3 +217,62 @@ def test_stowed_after_converting(name: str) -> None:
     layers.convert(module, batch=batch_of(name))
     found = gs.verify(module, batch_of(name), loss=lambda out, _: out.square().mean(), budget="100%", rounds=1)
     assert found.ok
+
+
+class Frozen(nn.Sequential):
+    """Keeps its norm out of training, whatever the model does."""
+
+    scale = 3
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+class Twice(nn.Sequential):
+    def __iter__(self) -> Any:
+        return iter([*super().__iter__()] * 2)
+
+
+def test_a_sequential_of_ones_own_keeps_its_methods() -> None:
+    module = Frozen(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    layers.convert(module)
+    assert isinstance(module, Frozen)
+    assert isinstance(module, layers.FusedSequential)
+    assert (type(module).__name__, module.scale) == ("Frozen", 3)
+    assert not module.train()[1].training
+    again = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    assert type(again) is type(module)
+    assert differences(weights(again), weights(module)) == []
+    assert torch.equal(again(data(2, 3, 8, 8)), module(data(2, 3, 8, 8)))
+    assert layers.convert(Twice(nn.Linear(4, 4), nn.ReLU()), "Twice").swaps == ()
+
+
+def test_what_comes_behind_may_write_over_the_output() -> None:
+    for act in (nn.LeakyReLU(), nn.ReLU6(), nn.Hardtanh()):
+        for first in ([], [nn.Linear(8, 8)]):
+            module = nn.Sequential(*first, act, nn.Dropout(0.5, inplace=True))
+            for batch in (None, data(4, 8)):
+                lean = copy.deepcopy(module)
+                layers.convert(lean, batch=batch)
+                x = data(4, 8).requires_grad_()
+                lean(x + 0).sum().backward()
+                assert x.grad is not None
+
+
+def test_undo_leaves_what_got_another_class_since() -> None:
+    module = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    conversion = layers.convert(module, [nn.LayerNorm, nn.Linear])
+    nn.utils.parametrizations.weight_norm(module[1])
+    conversion.undo()
+    assert type(module[0]) is nn.LayerNorm
+    assert module(data(2, 4)).shape == (2, 4)
+
+
+def test_an_attribute_of_ones_own_with_a_lean_name_is_left() -> None:
+    module = nn.Sequential(nn.ReLU())
+    module[0].saves = 7
+    conversion = layers.convert(module)
+    assert conversion.left == {"0": "it has an attribute of its own that is named saves"}
+    assert module[0].saves == 7

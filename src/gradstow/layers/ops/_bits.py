@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gradstow import _ops
+from gradstow.layers.ops._conditions import lean_runs
 
 LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
 
@@ -28,7 +29,7 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], 
 
 def is_lean(x: torch.Tensor) -> bool:
     """Whether a backward will come and the lean functions know this kind of tensor; else the original runs."""
-    return torch.is_grad_enabled() and x.requires_grad and x.is_floating_point() and x.layout == torch.strided
+    return x.requires_grad and lean_runs(x)
 
 
 def is_traced() -> bool:

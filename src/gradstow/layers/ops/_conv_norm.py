@@ -117,7 +117,11 @@ class _ConvNorm(torch.autograd.Function):
             ctx.save_for_backward(x if keeps_x else None, *parameters, invstd, y)
         else:
             running = (None, None) if training else (running_mean, running_var)
-            ctx.save_for_backward(x, *parameters, mean, invstd, reserve, *running)
+            # a forward in training may move them before the backward comes: torch's backward then reads the moved
+            # ones, and its activation has what the norm gave before
+            seen = [t.clone() if t is not None and act is not None else None for t in running]
+            ctx.tracked = None if running_mean is None else running_mean.dtype
+            ctx.save_for_backward(x, *parameters, mean, invstd, reserve, *running, *seen)
         return y
 
     @staticmethod
@@ -139,12 +143,13 @@ def _check_several(z: torch.Tensor) -> None:
 
 
 def _gradients_from_input(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, weight, bias, norm_weight, norm_bias, mean, invstd, reserve, *running = ctx.saved_tensors
+    x, weight, bias, norm_weight, norm_bias, mean, invstd, reserve, *both = ctx.saved_tensors
+    running, seen = both[:2], both[2:]
     z = x
     if ctx.geometry is not None:
         z = _conv.run_convolution(x, weight, bias, ctx.geometry, ctx.dtype)
     if ctx.act is not None:
-        u = _normalised(ctx, z, norm_weight, norm_bias, mean, invstd, *running)
+        u = _normalised(ctx, z, norm_weight, norm_bias, mean, invstd, *seen)
         g = epilogue.gradient_from_input(g, u, ctx.act)
         del u
     statistics = (norm_weight, *running, mean, invstd, ctx.training, ctx.eps, _norm_needs(ctx))
@@ -171,6 +176,8 @@ def _normalised(
         return _ops.batch_norm_apply(z, weight, bias, mean, invstd)
     cudnn = torch.backends.cudnn.enabled
     running = (running_mean, running_var)
+    if ctx.training and ctx.tracked is not None:  # their type decides how the kernel computes; these are thrown away
+        running = (torch.zeros_like(mean, dtype=ctx.tracked), torch.ones_like(mean, dtype=ctx.tracked))
     return torch._batch_norm_impl_index(z, weight, bias, *running, ctx.training, 0.0, ctx.eps, cudnn)[0]
 
 

@@ -73,6 +73,7 @@ def linear_cross_entropy(
         DoubleBackwardError: when a gradient made in the forward is to be differentiated again.
     """
     _check(input, weight, target, class_weight, token_weights)
+    target = target.long()  # in uint8, ignore_index would be the number of a class
     cast = conditions.compute_dtype(input)
     settings = Settings(
         reduction, ignore_index, float(label_smoothing), float(z_loss), chunk or 0, cast or input.dtype,

@@ -95,7 +95,7 @@ _FORMULAS = {
         "input",
     ),
     "elu": _Formulas(
-        lambda z, a, b: aten.elu_.default(z, a),
+        lambda z, a, b: aten.elu_.default(z, a) if a >= 0 else aten.elu.default(z, a),
         lambda g, kept, a, b: aten.elu_backward.default(g, a, 1.0, 1.0, False, kept),
         "input",
     ),
