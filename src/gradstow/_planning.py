@@ -14,7 +14,7 @@ from gradstow._codes import EXACT, is_place
 from gradstow._coding import asks_for_codes, codes_of_rules, every_code, together, with_time, worthwhile
 from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
-from gradstow._units import Budget, format_bytes
+from gradstow._units import Budget, format_bytes, parse_budget
 from gradstow._wanted import Wanted
 from gradstow.actions import LOSSLESS, Action, Codes
 from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, capture, device_of, tensors
@@ -104,9 +104,8 @@ def plan_frontier(captured: Captured, wanted: Wanted, points: int) -> tuple[list
     proven: list[int] = []
     if not asks_for_codes(wanted.policy):  # where nothing is encoded storing everything takes the least time
         found.append(plan_priced(bare, wanted))
+    ways: list[list[Plan]] = []
     for priced in _ways(captured, bare, wanted):
-        if priced is bare and proven:
-            continue  # encoding more is a choice of the plans before
         plans, least = find_frontier(
             priced.graph,
             priced.costs,
@@ -117,9 +116,27 @@ def plan_frontier(captured: Captured, wanted: Wanted, points: int) -> tuple[list
             recompute="recompute" in wanted.actions,
             progress=partial(wanted.say, "plan"),
         )
-        found += [plan for plan in plans if isinstance(plan, Plan)]
+        ways.append([plan for plan in plans if isinstance(plan, Plan)])
+        found += ways[-1]
         proven.append(least)
-    return _fastest_within(found, points), min(proven)
+    chosen = _fastest_within(found, points)
+    return [replace(plan, lower_bound_seconds=_bound(plan, ways)) for plan in chosen], min(proven)
+
+
+def _bound(plan: Plan, ways: list[list[Plan]]) -> float:
+    """What is proven for a plan's peak: of each way, the bound at the smallest budget that is not under it, or at its
+    largest one."""
+
+    def budget(other: Plan) -> int:
+        return parse_budget(other.budget).total_bytes or 0
+
+    peak = plan.predicted_peak_bytes
+
+    def proven(way: list[Plan]) -> float:
+        there = [p.lower_bound_seconds for p in way if budget(p) >= peak]
+        return max(there, default=min(p.lower_bound_seconds for p in way))
+
+    return min(map(proven, ways))
 
 
 def _fastest_within(plans: list[Plan], points: int) -> list[Plan]:

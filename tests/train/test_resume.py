@@ -143,6 +143,7 @@ def test_auto_keeps_the_size_of_the_saved_run(tmp_path: Path) -> None:
     assert state["fit"] == {
         "asked": "auto",
         "micro_batch": step.choice.micro_batch,
+        "budget": "80%",
         "budget_bytes": step.choice.budget_bytes,
     }
     state["fit"]["micro_batch"] = 40  # as another machine with other op times may have chosen
@@ -154,6 +155,9 @@ def test_auto_keeps_the_size_of_the_saved_run(tmp_path: Path) -> None:
     changed = build(micro_batch=96)
     changed.load(tmp_path / "run.pt")
     assert changed.micro_batch == 96
+    tighter = build(micro_batch="auto", budget="70%")
+    tighter.load(tmp_path / "run.pt")
+    assert tighter.micro_batch is None, "another budget: the next step chooses"
 
 
 def test_adamw_goes_on_under_a_budget(tmp_path: Path) -> None:
@@ -258,7 +262,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
     one = TrainStep(step.model, step.optimizers[0], loss=loss_of)
     with pytest.raises(gs.errors.GradstowError, match="had 2 optimizers and this one has 1"):
         one.load(path)
-    with pytest.raises(gs.errors.GradstowError, match="had one for scaler="):
+    with pytest.raises(gs.errors.GradstowError, match="precision fp16"):
         make(precision="fp32").load(path)
     with pytest.raises(gs.errors.GradstowError, match="had one for clip="):
         make(clip=None).load(path)
@@ -267,3 +271,41 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
         make(clip=AdaptiveClip(deviations=3.0, warmup=2)).load(path)
     assert differences(before, [*step.model.state_dict().items()]) == []
     assert "TrainStep Sequential fp16, whole batches, 0 steps" in repr(step)
+
+
+def _plain_step(kind: type[torch.optim.Optimizer], precision: str = "fp32") -> TrainStep:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    return TrainStep(
+        model, kind(model.parameters(), lr=0.1), loss=lambda out, _: out.square().mean(), precision=precision
+    )
+
+
+def test_what_was_made_otherwise_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    saved = _plain_step(torch.optim.SGD)
+    saved(torch.ones(3, 4))
+    saved.save(tmp_path / "run.pt")
+    for other, words in (
+        (_plain_step(torch.optim.AdamW), "SGD"),
+        (_plain_step(torch.optim.SGD, "bf16"), "precision fp32"),
+    ):
+        before = other.model.weight.detach().clone()
+        with pytest.raises(gs.errors.GradstowError, match=words):
+            other.load(tmp_path / "run.pt")
+        assert torch.equal(other.model.weight, before)
+    half = saved.state_dict()
+    del half["random"]
+    with pytest.raises(gs.errors.GradstowError, match="no state of a TrainStep"):
+        saved.load_state_dict(half)
+
+
+def test_a_flipped_byte_is_seen(tmp_path: Path) -> None:
+    saved = _plain_step(torch.optim.SGD)
+    saved.save(tmp_path / "run.pt")
+    raw = bytearray((tmp_path / "run.pt").read_bytes())
+    at = raw.find(saved.model.weight.detach().numpy().tobytes())
+    assert at > 0
+    raw[at] ^= 1
+    (tmp_path / "run.pt").write_bytes(raw)
+    with pytest.raises(gs.errors.GradstowError, match="damaged"):
+        saved.load(tmp_path / "run.pt")

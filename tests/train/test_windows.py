@@ -355,3 +355,30 @@ def test_modes_that_spoil_a_step_are_refused() -> None:
         step(batch)
     with torch.no_grad(), pytest.raises(gs.errors.GradstowError, match="no_grad"):
         step(batch)
+
+
+def test_what_runs_sequences_first_is_said_once() -> None:
+    class First(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = torch.nn.LSTM(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0].square().mean()
+
+    model = First()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
+    with pytest.warns(UserWarning, match="batch_first=False"):
+        step(torch.ones(4, 3, 4))
+
+
+@pytest.mark.parametrize("kind", ["instance", "spectral"])
+def test_what_writes_statistics_is_not_split_unasked(kind: str) -> None:
+    conv = torch.nn.Conv1d(2, 4, 1)
+    model = torch.nn.Sequential(
+        torch.nn.utils.parametrizations.spectral_norm(conv) if kind == "spectral" else conv,
+        torch.nn.InstanceNorm1d(4, track_running_stats=kind == "instance"),
+    )
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda o, _: o.mean(), micro_batch=2)
+    with pytest.raises(gs.errors.GradstowError, match=kind.title()):
+        step(torch.ones(4, 2, 5))

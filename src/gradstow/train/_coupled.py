@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from gradstow._errors import GradstowError
 
+_NAMES = ("BatchNorm", "BatchRenorm", "SpectralNorm")
 Named = tuple[tuple[str, torch.nn.Module], ...]
 
 
 def may_couple(model: torch.nn.Module) -> Named:
     """The modules that couple samples in some mode, by name.
 
-    These are torch's BatchNorms, classes with "BatchNorm" or "BatchRenorm" in their name (and no "Frozen"), and modules
-    with a true attribute ``couples_samples``; a false one declares that a module does not.
+    These are torch's BatchNorms and what else keeps running statistics; classes with "BatchNorm", "BatchRenorm" or
+    "SpectralNorm" (one step of its iteration per forward) in their name, and no "Frozen"; and modules with a true
+    attribute ``couples_samples``; a false one declares that a module does not.
     """
     return tuple((name, module) for name, module in model.named_modules() if _is_candidate(module))
 
@@ -47,7 +49,8 @@ def _is_candidate(module: torch.nn.Module) -> bool:
     names = " ".join(kind.__name__ for kind in type(module).__mro__)
     if "Frozen" in names:
         return False
-    return isinstance(module, _BatchNorm) or "BatchNorm" in names or "BatchRenorm" in names
+    tracked = isinstance(module, _NormBase) and module.track_running_stats  # an InstanceNorm's, too
+    return isinstance(module, _BatchNorm) or tracked or any(word in names for word in _NAMES)
 
 
 def _couples(module: torch.nn.Module) -> bool:

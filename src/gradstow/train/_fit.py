@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradstow._api import Forward, stow
-from gradstow._errors import GradstowError
+from gradstow._errors import GradstowError, warn_user
 from gradstow._stow import is_stowed
 from gradstow._units import parse_budget
 from gradstow._wanted import Progress
@@ -52,7 +52,7 @@ class Fit:
         self._candidates = may_couple(model)
         self._splittable, self._allow_coupled = splittable, allow_coupled
         self._progress = progress
-        self._waits = micro_batch == "auto"
+        self._waits, self._said = micro_batch == "auto", False
         if self._budget is not None and not self._waits:
             self.stow()
 
@@ -86,12 +86,19 @@ class Fit:
 
     def state_dict(self) -> dict[str, Any]:
         budget = None if self.choice is None else self.choice.budget_bytes
-        return {"asked": self.asked, "micro_batch": self.micro_batch, "budget_bytes": budget or self._bytes}
+        return {
+            "asked": self.asked,
+            "micro_batch": self.micro_batch,
+            "budget": str(self._budget),
+            "budget_bytes": budget or self._bytes,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the size that a saved run had, where it was asked for the same: other sums round otherwise."""
         if state["asked"] != self.asked:
             return
+        if self._waits and state["budget"] != str(self._budget):
+            return  # another budget: the first step chooses anew
         self.micro_batch = state["micro_batch"]
         if self._waits and self.micro_batch is not None:
             self._waits, self._bytes = False, state["budget_bytes"]
@@ -108,6 +115,20 @@ class Fit:
             return ""
         return coupled_now(self._candidates) if self._splittable else _UNSPLITTABLE
 
+    def _say_which_dimension(self) -> None:
+        """Once: what takes sequences first may be cut along them."""
+        if self._said:
+            return
+        self._said = True
+        for name, module in self.model.named_modules():
+            if getattr(module, "batch_first", True) is False:
+                warn_user(
+                    f"gradstow: batches are split along their first dimension, and {type(module).__name__} {name} has "
+                    "batch_first=False. Where the model's own input has time first, its samples are cut apart: put the "
+                    "batch first, or use micro_batch=None."
+                )
+                return
+
     def parts(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The micro-batches of a batch and their samples. A batch that is not to be split need not be splittable.
 
@@ -120,6 +141,7 @@ class Fit:
         if len(parts) == 1:
             return parts, [1]
         check_splittable(self.coupled(), size_of(batch), self.micro_batch)
+        self._say_which_dimension()
         return parts, [size_of(part) for part in parts]
 
     def shrink(self, sizes: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ import copy
 import errno
 import fcntl
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -36,6 +37,7 @@ def run_state(step: TrainStep, update: Update, fit: Fit) -> dict[str, Any]:
     """See ``TrainStep.state_dict``."""
     return {
         "format": FORMAT,
+        "made": _made(step),
         "model": step.model.state_dict(),
         "optimizers": [o.state_dict() for o in step.optimizers],
         "schedulers": [s.state_dict() for s in step.schedulers],
@@ -72,9 +74,22 @@ def load_run(step: TrainStep, update: Update, fit: Fit, state: Any, own: bool) -
     Randomness.of(state["random"]).restore()
 
 
+def _made(step: TrainStep) -> dict[str, Any]:
+    """What a run and the one that goes on with it must have in common."""
+    return {
+        "precision": step.precision.name,
+        "optimizers": [type(o).__name__ for o in step.optimizers],
+        "schedulers": [type(s).__name__ for s in step.schedulers],
+    }
+
+
+_KEYS = ("made", "model", "optimizers", "schedulers", "scaler", "clip", "fit", "steps", "skipped", "data", "random")
+
+
 def _check(step: TrainStep, state: Any) -> None:
     """Before anything is changed."""
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+    whole = isinstance(state, Mapping) and all(key in state for key in _KEYS)
+    if not whole or state.get("format") != FORMAT:
         raise GradstowError(
             "this is no state of a TrainStep, or one of another format. Give what step.state_dict() returned, or load "
             "a file that step.save wrote."
@@ -84,6 +99,12 @@ def _check(step: TrainStep, state: Any) -> None:
             raise GradstowError(
                 f"the saved run had {len(state[name])} {name} and this one has {len(mine)}. Make the TrainStep as it "
                 "was made for the saved run."
+            )
+    for name, now in _made(step).items():
+        if state["made"][name] != now:
+            raise GradstowError(
+                f"the saved run had {name} {state['made'][name]} and this one has {now}. Make the TrainStep as it was "
+                "made for the saved run."
             )
     for name, one in (("scaler", step.scaler), ("clip", step.clip)):
         if (state[name] is None) != (one is None):
@@ -157,6 +178,15 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _check_sums(path: str | os.PathLike[str]) -> None:
+    """torch writes a checksum for each part of the file, and does not look at them."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            raise OSError(f"{broken} in it is damaged")
+
+
 def read_state(path: str | os.PathLike[str], weights_only: bool) -> Any:
     """Read a checkpoint onto the CPU.
 
@@ -164,6 +194,7 @@ def read_state(path: str | os.PathLike[str], weights_only: bool) -> Any:
         GradstowError: missing, damaged, or with objects that ``weights_only`` does not allow.
     """
     try:
+        _check_sums(path)
         return torch.load(path, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError as error:
         raise GradstowError(f"there is no checkpoint at {path}. Save one with step.save(path).") from error

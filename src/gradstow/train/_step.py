@@ -191,6 +191,8 @@ class TrainStep:
         self._check_modes()
         if not micro_batches:
             raise GradstowError("a window without a micro-batch has nothing to train on. Give at least one.")
+        largest = max(micro_batches, key=size_of) if len(micro_batches) > 1 else micro_batches[0]
+        self._fit.ready(largest, self.loss, self.precision, self._forward)
         return self._run(list(micro_batches), split=False)
 
     def _run(self, batches: list[Any], split: bool) -> StepResult:
@@ -283,6 +285,9 @@ class TrainStep:
             self._update.written = True
             raise
         peak.see(plan_of(self.model))
+        if not window.means:
+            self._update.skip("the loss counted no items", finite=True)
+            return float("nan"), ClipResult(torch.zeros(()), None, 0.0), "the loss counted no items"
         self._update.commit()
         clipped = applied.result
         assert clipped is not None, "the window is over"

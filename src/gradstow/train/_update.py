@@ -74,7 +74,7 @@ class Update:
         if why is None:
             self._apply(owners)
         else:
-            self._skip(why, finite=math.isfinite(norm) and (math.isfinite(loss) or not window.means))
+            self.skip(why, finite=math.isfinite(norm) and (math.isfinite(loss) or not window.means))
         return loss, clipped, why
 
     def _unscale(
@@ -125,7 +125,7 @@ class Update:
             for scheduler in self.schedulers:
                 scheduler.step()
 
-    def _skip(self, why: str, finite: bool) -> None:
+    def skip(self, why: str, finite: bool) -> None:
         if self.clip is not None:
             self.clip.load_state_dict(self._clip_state)
         if self.scaler is not None and self._unscaled:
