@@ -27,6 +27,7 @@ from _rows import VERSIONS, parse, versions, write
 from gradstow import layers
 from gradstow._verify import median_interval
 from gradstow.layers._saved import saved_bytes
+from gradstow.layers.ops._blocked import relu_sparse_linear
 
 MIB = 1 << 20
 FIELDS = [
@@ -100,6 +101,19 @@ def blocked(width: int, tokens: int) -> Pair:
     return Pair(module, lean, (given(tokens, width),))
 
 
+def behind_relu(zero_columns: float) -> Pair:
+    """A linear layer on what a ReLU gives, where a share of the columns is zero in every row."""
+    module = nn.Linear(4096, 4096)
+    dead = torch.arange(4096) < zero_columns * 4096
+    x = torch.where(dead, torch.zeros(()), torch.randn(1024, 4096).relu()).requires_grad_()
+
+    def lean(x: torch.Tensor) -> torch.Tensor:
+        return relu_sparse_linear(x, module.weight, module.bias)
+
+    lean.parameters = module.parameters  # type: ignore[attr-defined]
+    return Pair(module, lean, (x,))
+
+
 PAIRS: dict[str, Callable[[], Pair]] = {
     "ReLU": lambda: swapped(nn.ReLU(), given(32, 64, 56, 56), saves="mask"),
     "LeakyReLU": lambda: swapped(nn.LeakyReLU(), given(32, 64, 56, 56), saves="mask"),
@@ -122,6 +136,10 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "attention, bias": lambda: attention(0.0, bias=True),
     "linear cross entropy": lambda: head(8192, 768, 50257),
     "BlockedLinear": lambda: blocked(4096, 1024),
+    "BlockedLinear, 4096 rows": lambda: blocked(4096, 4096),
+    "zeros behind ReLU skipped, 0 % of columns": lambda: behind_relu(0.0),
+    "zeros behind ReLU skipped, 50 % of columns": lambda: behind_relu(0.5),
+    "zeros behind ReLU skipped, 90 % of columns": lambda: behind_relu(0.9),
 }
 
 

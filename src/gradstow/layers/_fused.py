@@ -77,7 +77,7 @@ class FusedSequential(nn.Sequential):
 
     def _run(self, piece: Piece, x: Any) -> Any:
         children = list(self._modules.values())[piece.first : piece.end]
-        if len(children) > 1 and isinstance(x, torch.Tensor) and not watched():
+        if self.gains(piece) and isinstance(x, torch.Tensor) and not watched():
             conv, norm = piece.conv, piece.norm
             if piece.linear is not None:
                 return linear(x, piece.linear.weight, piece.linear.bias, piece.act, self._saves(piece))
@@ -92,6 +92,14 @@ class FusedSequential(nn.Sequential):
         for child in children:
             x = child(x)
         return x
+
+    def gains(self, piece: Piece) -> bool:
+        """Whether one node keeps less than its children would. A convolution or linear layer and the output of the
+        ReLU behind it are all that torch keeps, too, and its two nodes give up a gradient sooner than one can."""
+        if piece.end - piece.first < 2:
+            return False
+        relu = piece.norm is None and piece.act is not None and piece.act.name == "relu"
+        return not (relu and self.saves == "output")
 
     def _saves(self, piece: Piece) -> str:
         """ "mask" only where one bit says enough; there always for what torch keeps the input of: what comes behind

@@ -86,9 +86,9 @@ def _only_adds(kind: type[nn.Module]) -> bool:
 
 
 def fuses(module: nn.Module) -> bool:
-    """Whether a Sequential has children that can run as one node."""
+    """Whether a Sequential has children that keep less as one node."""
     trial = _fused.FusedSequential(*module._modules.values())
-    return any(piece.end - piece.first > 1 for piece in trial.pieces())
+    return any(trial.gains(piece) for piece in trial.pieces())
 
 
 def form_of(module: nn.Module) -> type[nn.Module]:

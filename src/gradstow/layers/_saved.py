@@ -18,8 +18,8 @@ def saved_storages(run: Callable[[], Any], known: Iterable[torch.Tensor] = ()) -
     held: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        return tensor
+        held.append(tensor.detach())  # a tensor that knows its node, held by that node, would never be given up
+        return held[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = run()

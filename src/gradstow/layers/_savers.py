@@ -66,6 +66,7 @@ def watch_saves(model: nn.Module, run: Callable[[], Any], batch: Iterable[torch.
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout != torch.strided:
             return tensor
+        tensor = tensor.detach()  # a tensor that knows its node, held by that node, would never be given up
         storage = tensor.untyped_storage()
         key, path = storage._cdata, paths.get(_module_at_work(), "")
         if key not in known and storage.nbytes():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -276,3 +278,18 @@ def test_an_attribute_of_ones_own_with_a_lean_name_is_left() -> None:
     conversion = layers.convert(module)
     assert conversion.left == {"0": "it has an attribute of its own that is named saves"}
     assert module[0].saves == 7
+
+
+def test_nothing_is_left_of_the_copies_that_ran() -> None:
+    gone = []
+
+    class Seen(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Seen:
+            twin = Seen(4, 4)
+            gone.append(weakref.ref(twin.weight))
+            return twin
+
+    layers.convert(nn.Sequential(Seen(4, 4), nn.ReLU(), nn.Linear(4, 4)), batch=data(2, 4))
+    gc.collect()
+    assert len(gone) >= 2
+    assert [ref() for ref in gone] == [None] * len(gone)
