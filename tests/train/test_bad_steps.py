@@ -364,7 +364,9 @@ def test_real_allocations_that_fail_in_the_first_step_are_undone(monkeypatch: py
     assert differences(before, everything(step)) == []
 
 
-def test_an_interrupt_inside_the_optimizer_comes_after_it() -> None:
+def test_an_interrupt_inside_the_optimizer_comes_after_it(request: pytest.FixtureRequest) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     net, step = make(norm=False)
     twin, other = make(norm=False)
     batch = data()

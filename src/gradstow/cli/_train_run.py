@@ -107,8 +107,8 @@ def _load(step: TrainStep, path: Path | None) -> None:
     assert path is not None
     try:
         step.load(path)
-    except GradstowError:
-        raise
+    except GradstowError as error:
+        raise InputError(f"{error} Go on with its options, such as --precision and --optimizer.") from error
     except Exception as error:  # torch says in its own ways what does not fit
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"the checkpoint {path} does not fit this run: {first} Go on with its options.") from error
