@@ -23,9 +23,8 @@ _ROWS = "input and statistics in float32; weight gradients added up in float32"
 _RUN = "one tensor per run of conv or linear, norm and activation, some of which run again"
 _SAME = "what torch keeps; with activation= no pre-activation"
 
-_SETTINGS = frozenset(
-    {"saves", "keep", "fold", "activation", "chunk"}
-)  # of lean forms, where a module may have its own
+# settings of lean forms; where a module has one of that name, it is its own
+_SETTINGS = frozenset({"saves", "keep", "fold", "activation", "chunk"})
 _FORMS: dict[type[nn.Module], _Form] = {
     nn.ReLU: _Form(_activations.ReLU, _OUTPUT),
     nn.ReLU6: _Form(_activations.ReLU6, _OUTPUT),
@@ -41,9 +40,7 @@ _FORMS: dict[type[nn.Module], _Form] = {
     nn.RMSNorm: _Form(_norms.RMSNorm, _ROWS),
     nn.GroupNorm: _Form(_norms.GroupNorm, _ROWS),
     nn.MultiheadAttention: _Form(_attention.Attention, "query, key, value, output and one number per row"),
-    nn.Sequential: _Form(
-        _fused.FusedSequential, "one tensor per run of conv or linear, norm and activation, some of which run again"
-    ),
+    nn.Sequential: _Form(_fused.FusedSequential, _RUN),
     nn.Linear: _Form(_linear.Linear, _SAME, default=False),
     nn.Conv1d: _Form(_conv.Conv1d, _SAME, default=False),
     nn.Conv2d: _Form(_conv.Conv2d, _SAME, default=False),

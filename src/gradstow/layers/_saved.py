@@ -8,24 +8,34 @@ from typing import Any
 import torch
 
 
-def saved_storages(run: Callable[[], Any], known: Iterable[torch.Tensor] = ()) -> dict[int, int]:
-    """Bytes of every storage that autograd saves while ``run()`` runs, by the storage's address.
+def saved_storages(
+    run: Callable[[], Any], known: Iterable[torch.Tensor] = (), note: Callable[[int], None] = lambda _key: None
+) -> dict[int, int]:
+    """Bytes of every storage that autograd saves while ``run()`` runs, by a key of the storage.
 
     Each storage counts once, however many views of it are saved, and whole. Those of ``known`` (the parameters, the
-    input) are left out. Everything saved is held until the end, so that no address is used twice.
+    input) are left out. Everything saved is held until the end, so that no key is used twice. ``note`` is called with
+    the key each time that something on a storage is saved.
     """
-    left_out = {tensor.untyped_storage().data_ptr() for tensor in known}
+    left_out = {tensor.untyped_storage()._cdata for tensor in known}
     held: list[torch.Tensor] = []
+    sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor.detach())  # a tensor that knows its node, held by that node, would never be given up
-        return held[-1]
+        if tensor.layout != torch.strided:
+            return tensor
+        tensor = tensor.detach()  # a tensor that knows its node, held by that node, would never be given up
+        storage = tensor.untyped_storage()
+        if storage._cdata not in left_out and storage.nbytes():
+            held.append(tensor)
+            sizes[storage._cdata] = storage.nbytes()
+            note(storage._cdata)
+        return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = run()
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     del result
-    return {address: size for address, size in found.items() if address not in left_out and size}
+    return sizes
 
 
 def saved_bytes(run: Callable[[], Any], known: Iterable[torch.Tensor] = ()) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradstow.layers._saved import saved_storages
+
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -58,27 +60,14 @@ def watch_saves(model: nn.Module, run: Callable[[], Any], batch: Iterable[torch.
     Which module an op belongs to is read from the calls on the stack: a hook could change what the module does.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *batch)}
-    held: list[torch.Tensor] = []
-    sizes: dict[int, int] = {}
     savers: dict[int, list[str]] = defaultdict(list)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided:
-            return tensor
-        tensor = tensor.detach()  # a tensor that knows its node, held by that node, would never be given up
-        storage = tensor.untyped_storage()
-        key, path = storage._cdata, paths.get(_module_at_work(), "")
-        if key not in known and storage.nbytes():
-            held.append(tensor)  # until the end, so that no storage is taken for another one
-            sizes[key] = storage.nbytes()
-            if path not in savers[key]:
-                savers[key].append(path)
-        return tensor
+    def note(key: int) -> None:
+        path = paths.get(_module_at_work(), "")
+        if path not in savers[key]:
+            savers[key].append(path)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = run()
-    del result
+    sizes = saved_storages(run, (*model.parameters(), *model.buffers(), *batch), note)
     return Saves(sizes, dict(savers))
 
 

@@ -41,10 +41,3 @@ def without_autocast(x: torch.Tensor) -> Any:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
-
-
-def aliases(tensors: Any) -> list[torch.Tensor | None]:
-    """The same tensors under other names in the graph: a gradient for one of them then goes no further back, to
-    an earlier use of a weight that two layers share."""
-    with torch.enable_grad():
-        return [None if t is None else t.view_as(t) for t in tensors]

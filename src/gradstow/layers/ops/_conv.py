@@ -143,7 +143,7 @@ class _Convolution(torch.autograd.Function):
         nothing = (None,) * 4
         with conditions.without_autocast(g):
             if ctx.way == "input" and torch.is_grad_enabled() and not _bits.is_traced():
-                inputs = conditions.aliases((x, weight, bias))
+                inputs = (x, weight, bias)
                 return *differentiable_again(_original(ctx), inputs, needed, g), *nothing
             if ctx.way == "input":
                 z = run_convolution(x, weight, bias, ctx.geometry, ctx.dtype)

@@ -226,7 +226,7 @@ def _again(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             'keep="output" does not keep the input of a norm alone or of a frozen convolution, which a double backward '
             '(create_graph=True) needs. Set keep="input" on this block.'
         )
-    inputs = conditions.aliases((x, *parameters))
+    inputs = (x, *parameters)
     running = (None, None) if ctx.training else ctx.saved_tensors[8:10]
     return differentiable_again(_original(ctx, *running), inputs, ctx.needs_input_grad[:5], g)
 

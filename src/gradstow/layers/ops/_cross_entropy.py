@@ -119,7 +119,7 @@ class _Late(torch.autograd.Function):
         with conditions.without_autocast(x):
             if torch.is_grad_enabled() and not _bits.is_traced():
                 original = _original(target, class_weight, token_weights, settings)
-                found = differentiable_again(original, conditions.aliases((x, weight, bias)), needed, g)
+                found = differentiable_again(original, (x, weight, bias), needed, g)
                 return *found, None, None, None, None
             factor = _factors(target, class_weight, token_weights, settings) * g.flatten()
             options = (class_weight, *settings[1:6], needed)

@@ -101,7 +101,7 @@ class _LayerNorm(torch.autograd.Function):
         with conditions.without_autocast(kept):
             if torch.is_grad_enabled() and not _bits.is_traced():
                 invertible.refuse_double_backward(ctx.saves)
-                inputs = conditions.aliases((kept, weight, bias))
+                inputs = (kept, weight, bias)
                 found = differentiable_again(_original(ctx.shape, ctx.eps, ctx.widened), inputs, needed, g)
             elif mean is not None and _as_torch_does(g, kept, weight):
                 backward = torch.ops.aten.native_layer_norm_backward.default

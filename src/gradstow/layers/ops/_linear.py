@@ -74,7 +74,7 @@ class _Linear(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         with conditions.without_autocast(g):
             if ctx.way == "input" and torch.is_grad_enabled() and not _bits.is_traced():
-                inputs = conditions.aliases((x, weight, bias))
+                inputs = (x, weight, bias)
                 return *differentiable_again(_original(ctx.act, ctx.dtype), inputs, needed, g), None, None, None
             if ctx.way == "input":
                 z = F.linear(x, conditions.cast(weight, ctx.dtype), conditions.cast(bias, ctx.dtype))

@@ -72,7 +72,7 @@ class _RMSNorm(torch.autograd.Function):
             if torch.is_grad_enabled() and not _bits.is_traced():
                 invertible.refuse_double_backward(ctx.saves)
                 original = _original(ctx.shape, ctx.eps, ctx.widened)
-                found = differentiable_again(original, conditions.aliases((kept, weight)), needed, g)
+                found = differentiable_again(original, (kept, weight), needed, g)
             elif ctx.saves == "input" and _as_torch_does(g, kept, weight):
                 found = torch.ops.aten._fused_rms_norm_backward.default(g, kept, ctx.shape, rstd, weight, needed)
             else:
