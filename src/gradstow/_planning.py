@@ -100,10 +100,7 @@ def plan_frontier(captured: Captured, wanted: Wanted, points: int) -> tuple[list
     Second comes the highest step peak that none of the tried ways to keep values has a schedule under.
     """
     bare = price(captured.graph(), wanted)
-    found: list[Plan] = []
     proven: list[int] = []
-    if not asks_for_codes(wanted.policy):  # where nothing is encoded storing everything takes the least time
-        found.append(plan_priced(bare, wanted))
     ways: list[list[Plan]] = []
     for priced in _ways(captured, bare, wanted):
         plans, least = find_frontier(
@@ -117,9 +114,8 @@ def plan_frontier(captured: Captured, wanted: Wanted, points: int) -> tuple[list
             progress=partial(wanted.say, "plan"),
         )
         ways.append([plan for plan in plans if isinstance(plan, Plan)])
-        found += ways[-1]
         proven.append(least)
-    chosen = _fastest_within(found, points)
+    chosen = _fastest_within([plan for way in ways for plan in way], points)
     return [replace(plan, lower_bound_seconds=_bound(plan, ways)) for plan in chosen], min(proven)
 
 
