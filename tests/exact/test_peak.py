@@ -193,3 +193,51 @@ def test_a_loss_that_the_model_returns_is_held(loss: object) -> None:
     found = gs.verify(WithLoss(), batch, loss=loss, budget="100%", rounds=1)
     assert found.ok
     assert found.measured_peak_bytes == found.plan.predicted_step_peak_bytes
+
+
+class Copied(torch.nn.Module):
+    """Gradients that autograd copies before they become a ``.grad``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = torch.nn.Linear(8, 8), kind
+        self.weight, self.other = (torch.nn.Parameter(torch.randn(256, 256)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.linear(x).square().mean()
+        if self.kind == "expanded":
+            return loss + self.weight.sum() + self.other.mean()
+        if self.kind == "the same":
+            return loss + (self.weight + self.other).square().mean()
+        if self.kind == "transposed":
+            return loss + (self.weight + self.other.t()).square().mean()
+        return loss + self.weight.to(torch.float64).sum() + self.other[:, ::2].square().mean()
+
+
+@pytest.mark.parametrize("kind", ["expanded", "the same", "transposed", "cast"])
+def test_the_copies_of_gradients_are_counted(kind: str, device: str) -> None:
+    torch.manual_seed(1)
+    found = gs.verify(Copied(kind).to(device), torch.randn(4, 8, device=device), budget="100%", rounds=1)
+    assert found.equal
+    assert found.within_budget
+    assert found.measured_peak_bytes <= found.plain_peak_bytes
+
+
+def test_gradients_of_convolutions_on_permuted_images_are_counted(device: str) -> None:
+    """Their weights' gradients lie as the images do, and not as the weights."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(Permuted(64), torch.nn.Conv2d(64, 512, 2, stride=2), torch.nn.Flatten(1)).to(device)
+    x = torch.randn(2, 8, 8, 64, device=device)
+    copies = [op for op in gs.plan(model, x).graph.regions[0].ops if op.backward and "clone" in op.target]
+    assert copies
+    assert gs.verify(model, x, loss=lambda out, _: out.square().mean(), budget="100%", rounds=1).ok
+
+
+class Permuted(torch.nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(x).permute(0, 3, 1, 2)
+        return result

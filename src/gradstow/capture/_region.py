@@ -16,6 +16,7 @@ from gradstow._codes import CODES
 from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
 from gradstow.actions import Action, Offers
+from gradstow.capture._gradients import copy_gradients
 from gradstow.capture._inplace import overwritable
 from gradstow.capture._normalize import is_tangent
 from gradstow.capture._places import module_path, source_line
@@ -94,6 +95,7 @@ def build_region(
     ``changed``: inputs that something else changes in place before the backward runs; ``mutated``: those with a
     gradient that the forward itself changes. ``actions`` put in what they can; the region names them.
     """
+    copy_gradients(module.graph, num_forward_outputs, roles)
     offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs), signature)
     for action in actions if managed else ():
         action.apply(offers)

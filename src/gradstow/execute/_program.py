@@ -185,5 +185,6 @@ def _role(region: Region, value: int) -> InputRole:
     return InputRole(
         resident=storage.kind is StorageKind.RESIDENT,
         origin=storage.origin,
-        accumulates=region.accumulated[position] if position < len(region.accumulated) else False,
+        accumulates=position < len(region.accumulated) and region.accumulated[position],
+        added=position < len(region.added) and region.added[position],
     )
