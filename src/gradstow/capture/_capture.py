@@ -14,11 +14,11 @@ from gradstow._errors import CaptureError, GradstowError
 from gradstow.capture._backend import call_module, compile_settings, fresh_function
 from gradstow.capture._breaks import Listener, listen
 from gradstow.capture._captured import Captured, NothingCaptured, Seen, captured
-from gradstow.capture._fake_memory import FakeMemory
 from gradstow.capture._fakes import Fakes, same_randomness
 from gradstow.capture._log import StepLog
 from gradstow.capture._loss import check_loss, differentiable, find_loss, loss_reserve
 from gradstow.capture._model import device_of
+from gradstow.capture._optimizer import rehearse_optimizer
 from gradstow.capture._outside import outside_ops
 from gradstow.capture._parts import expose_parts, has_parts
 from gradstow.capture._places import is_users
@@ -130,7 +130,7 @@ def _rehearse(
         loss, reserve = _run_loss(recorder, step, output, batch)
         if loss is not None and not step.outputs_held and _is_part(loss, output):
             room += loss.untyped_storage().nbytes()  # the loop drops the output, but backward() is called on the loss
-        optimizer = _rehearse_optimizer(fakes, step.optimizer, device)
+        optimizer = rehearse_optimizer(fakes, step.optimizer, device)
     seen = Seen(rehearsed.called_with, reserve, (names, room), heard.breaks(), tuple(heard.calls))
     return captured(model, step, recorder.log, seen, optimizer, parts=parts)
 
@@ -164,7 +164,7 @@ def captured_from(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) 
         for parameter in model.parameters():
             fakes.tensor(parameter)
         with fakes.mode:
-            optimizer = _rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
+            optimizer = rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
     return captured(model, step, log, seen, optimizer, parts=has_parts(model))
 
 
@@ -207,24 +207,6 @@ def _is_part(loss: torch.Tensor, output: Any) -> bool:
 
 def _call_loss(loss: Loss, output: Any, batch: Any) -> Any:
     return loss(output, batch)
-
-
-def _rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str, *, make_gradients: bool = False) -> tuple[int, int]:
-    """(bytes of the optimizer's state, working memory of its step above that)."""
-    if optimizer is None:
-        return 0, 0
-    twin = fakes.optimizer(optimizer)
-    for parameter in (p for group in twin.param_groups for p in group["params"] if make_gradients):
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    twin.step()  # makes the state
-    with FakeMemory(device) as memory:
-        twin.step()
-    seen: dict[int, int] = {}
-    for state in twin.state.values():
-        for item in tensors(state):
-            if item.device.type == device:
-                seen[storage_key(item)] = item.untyped_storage().nbytes()
-    return sum(seen.values()), memory.peak_bytes
 
 
 def first_line(error: BaseException) -> str:

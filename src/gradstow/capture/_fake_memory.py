@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradstow.capture._tree import dense_parts, storage_key
+
 
 class FakeMemory(TorchDispatchMode):
     """While entered, follows every storage that an op makes; ``peak_bytes`` is the highest live sum."""
@@ -22,12 +24,13 @@ class FakeMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for item in tree_leaves((args, kwargs)):
-            if isinstance(item, torch.Tensor):
-                self._known.add(item.untyped_storage()._cdata)
+            for part in dense_parts(item):
+                self._known.add(storage_key(part))
         result = func(*args, **(kwargs or {}))
         for item in tree_leaves(result):
-            if isinstance(item, torch.Tensor) and item.device.type == self.device:
-                self._follow(item.untyped_storage())
+            for part in dense_parts(item):
+                if part.device.type == self.device:
+                    self._follow(part.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return result
 

@@ -27,6 +27,15 @@ def tensors(item: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(item) if isinstance(leaf, torch.Tensor)]
 
 
+def dense_parts(item: Any) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a tensor consists of: itself, or indices and values of a sparse one."""
+    if not isinstance(item, torch.Tensor):
+        return ()
+    if item.layout is torch.sparse_coo:
+        return item._indices(), item._values()
+    return (item,) if item.layout is torch.strided else ()
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Tells storages apart, while they live."""
     return tensor.untyped_storage()._cdata

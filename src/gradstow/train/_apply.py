@@ -8,6 +8,7 @@ import torch
 
 from gradstow._errors import GradstowError
 from gradstow.capture._fake_memory import FakeMemory
+from gradstow.capture._optimizer import example_gradient
 
 Group = dict[str, Any]
 
@@ -81,7 +82,7 @@ def working_bytes(optimizer: torch.optim.Optimizer, group: Group, parameter: tor
 def _measured(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.nn.Parameter, device: str) -> int:
     twin = torch.nn.Parameter(torch.zeros_like(parameter, device=device))
     try:
-        twin.grad = torch.zeros_like(twin)
+        twin.grad = example_gradient(optimizer, twin)
         apply_one(optimizer, group, twin)  # makes the state
         with FakeMemory(device) as memory:
             apply_one(optimizer, group, twin)
