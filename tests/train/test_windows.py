@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,6 +327,65 @@ def test_every_container_is_split() -> None:
     assert torch.equal(batch["user"]["x"], x), "the batch is as it was"
     assert parts[1]["pair"].x.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "a view"
     assert split(batch, 5) == [batch]
+
+
+class Kept(MutableMapping[str, Any]):
+    """Keeps its items somewhere inside, where a shallow copy finds the same ones."""
+
+    def __init__(self, kind: str, **items: Any) -> None:
+        inner: Any = {"dict": items, "deep": [{"items": items}], "nested": UserDict()}[kind]
+        if kind == "nested":
+            inner.data = items
+        self.inner, self.kind = inner, kind
+
+    @property
+    def items_(self) -> Any:
+        return self.inner[0]["items"] if self.kind == "deep" else self.inner
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+class OneForAll(Kept):
+    def __copy__(self) -> OneForAll:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> OneForAll:
+        raise TypeError("a lock")
+
+
+class Locked(Kept):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise RuntimeError("locked")
+
+
+@pytest.mark.parametrize("kind", ["dict", "deep", "nested"])
+@pytest.mark.parametrize("make", [Kept, OneForAll, Locked])
+def test_a_mapping_of_your_own_stays_whole(make: type[Kept], kind: str) -> None:
+    x, y = torch.arange(5.0), torch.arange(10).view(5, 2)
+    batch = make(kind, x=x, y={"deep": y}, name="n")
+    parts = split(batch, 2)
+    assert batch["x"] is x
+    assert batch["y"] == {"deep": y}
+    assert list(batch) == ["x", "y", "name"]
+    assert torch.equal(torch.cat([part["x"] for part in parts]), x)
+    assert torch.equal(torch.cat([part["y"]["deep"] for part in parts]), y)
+    assert [part["name"] for part in parts] == ["n"] * 3
+    if make is Kept:
+        assert all(type(part) is make for part in parts)
+    assert parts[1]["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "a view"
 
 
 def test_take_repeats_what_is_missing() -> None:

@@ -109,13 +109,33 @@ def _map(item: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _filled(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same kind, whatever its constructor takes."""
+    """A mapping of the same kind, whatever its constructor takes; a dict where no copy of it can be filled.
+
+    Where a shallow copy keeps its items in the same place, writing to it writes to the original: that is undone.
+    """
     if not isinstance(like, MutableMapping):
         return items
-    twin = copy.copy(like)
-    for key, value in items.items():
-        twin[key] = value
-    return twin
+    before = dict(like)
+    if any(like[key] is not value for key, value in before.items()):
+        return items  # made anew at each look, so a write to the original could not be seen
+    for copied in (copy.copy, lambda item: _deep_twin(item, items)):
+        try:
+            twin = copied(like)
+            twin.update(items)
+            alone = True
+        except Exception:  # a lock in it, or items that cannot be written
+            alone = False
+        for key, value in before.items():
+            if like[key] is not value:
+                like[key], alone = value, False
+        if alone:
+            return twin
+    return items
+
+
+def _deep_twin(like: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
+    """A copy all the way down to its values, which are not copied: ``items`` take their places."""
+    return copy.deepcopy(like, {id(value): items[key] for key, value in like.items()})
 
 
 def _leaves(item: Any, path: str) -> Iterator[tuple[str, Any]]:
