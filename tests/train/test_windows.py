@@ -197,6 +197,51 @@ def test_your_own_parts_are_weighted_too() -> None:
         one_step(model, token_loss).window([])
 
 
+def weighted(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """A mean over as many items of each sample as the batch says."""
+    losses, counts = output.square().mean(1), batch[1]
+    return (losses * counts).sum() / counts.sum(), counts.sum()
+
+
+RAGGED = [[1, 500, 500, 500], [1, 3, 10, 30, 100, 300, 1000], [900, 1, 1, 40], [0, 2, 0, 7000]]
+
+
+@pytest.mark.parametrize("counts", RAGGED)
+def test_ragged_counts_are_exact_and_no_part_weighs_more_than_its_share(counts: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    batch = torch.randn(len(counts), 4), torch.tensor(counts)
+    scales = [nn.Parameter(torch.ones(())) for _ in range(2)]  # the loss's own
+    whole, weights = copy.deepcopy(model), []
+
+    def trained(model: nn.Module, scale: nn.Parameter, **options: Any) -> Any:
+        def loss(output: Tensor, batch: Any) -> Any:
+            mean, count = weighted(output * scale, batch)
+            mean.register_hook(lambda gradient: weights.append(float(gradient)))
+            return mean, count
+
+        optimizer = torch.optim.SGD([*model.parameters(), scale], 0.1)
+        return TrainStep(model, optimizer, loss=loss, **options)(batch)
+
+    expected = trained(whole, scales[0])
+    weights.clear()
+    result = trained(model, scales[1], micro_batch=1)
+    assert (gradients(model) - gradients(whole)).norm() / gradients(whole).norm() <= 1e-6
+    assert float(scales[1].grad) == pytest.approx(float(scales[0].grad), rel=1e-6)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert max(weights) <= (1 + 1e-6) / len(counts)
+
+
+@pytest.mark.parametrize("counts", RAGGED)
+def test_ragged_counts_do_not_overflow_where_the_whole_batch_does_not(counts: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    batch = 4 * torch.ones(len(counts), 4), torch.tensor(counts)
+    options: dict[str, Any] = {"precision": "fp16", "scaler": {"init_scale": 2.0**10}}
+    assert one_step(copy.deepcopy(model), weighted, **options)(batch).skipped is None
+    assert one_step(model, weighted, micro_batch=1, **options)(batch).skipped is None
+
+
 def test_gradients_that_were_there_are_cleared() -> None:
     torch.manual_seed(0)
     model, batch = Plain(), images(4)

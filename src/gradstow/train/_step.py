@@ -151,8 +151,8 @@ class TrainStep:
             allow_coupled=allow_coupled,
             progress=progress,
         )
-        own = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        self._others = [p for p in model.parameters() if id(p) not in own]
+        own = set(self._own())
+        self._others = [p for p in model.parameters() if p not in own]
         self._snapshot, self._labels = Snapshot(model), IgnoredLabels()
         self._watch = Watch(model) if watch else None
 
@@ -225,7 +225,7 @@ class TrainStep:
         self._update.begin()
         try:
             self._clear()
-            window = Window(samples, self.scaler)
+            window = Window(samples, self.scaler, dict.fromkeys([*self._own(), *self._others]))
             with peak_of(self.model, parts, self.optimizers, self.measure) as peak:
                 loss, clipped, why = self._window(window, parts, peak)
             if why is not None:
@@ -327,6 +327,10 @@ class TrainStep:
             f"gradstow: this step ran out of memory ({why}). It is tried once more with micro-batches of "
             f"{self._fit.micro_batch} samples, which all later steps keep to."
         )
+
+    def _own(self) -> list[torch.nn.Parameter]:
+        """The optimizers' parameters, which may be more than at the beginning: groups can be added."""
+        return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
 
     def _clear(self) -> None:
         for optimizer in self.optimizers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,15 +178,24 @@ class Window:
     """Adds up the gradients of one window's micro-batches, as the unsplit batch would give them.
 
     The weight of a micro-batch is its share of the samples. Where the loss counts its items, their total is known only
-    at the end: until then the first count stands for all, and ``correction`` repairs the sum with one factor.
+    at the end: until then the largest count per sample so far stands for all, and ``correction`` repairs the sum with
+    one factor. So no micro-batch weighs more than its share of the samples, and a scaled loss in fp16 overflows no
+    sooner than the whole batch's. Where a count per sample is larger than those before it, the gradients so far are
+    scaled down by a power of two, which rounds nothing.
 
     Args:
         samples: of each micro-batch.
         scaler: scales the losses, for fp16.
+        parameters: whose gradients are added up.
     """
 
-    def __init__(self, samples: Sequence[int], scaler: torch.amp.GradScaler | None = None) -> None:
-        self.samples, self.scaler = samples, scaler
+    def __init__(
+        self,
+        samples: Sequence[int],
+        scaler: torch.amp.GradScaler | None = None,
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self.samples, self.scaler, self._parameters = samples, scaler, parameters
         self.means: list[torch.Tensor] = []
         self.items: list[int | float] = []
         self.counted = False
@@ -215,9 +224,21 @@ class Window:
     def _weight(self, number: int) -> float:
         if len(self.samples) == 1:
             return 1.0
-        if self.counted and len(self.means) == 1:
-            self._expected = sum(self.samples) * self.items[number] / max(1, self.samples[number])
+        if self.counted:
+            total = sum(self.samples) * self.items[number] / max(1, self.samples[number])
+            if len(self.means) == 1:
+                self._expected = total
+            elif total > self._expected:
+                self._expect(2 ** math.ceil(math.log2(total / self._expected)))
         return self.items[number] / self._expected
+
+    @torch.no_grad()
+    def _expect(self, times: int) -> None:
+        """So many times as many items as thought."""
+        self._expected *= times
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / times)
 
     @property
     def correction(self) -> float:
