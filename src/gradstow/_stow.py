@@ -82,6 +82,11 @@ def is_stowed(model: torch.nn.Module) -> bool:
     return isinstance(getattr(model, "_compiled_call_impl", None), _Stowed)
 
 
+def runs_planned(model: torch.nn.Module) -> bool:
+    """Whether a forward that was called here would run by a plan: stowed, training, and not inside ``gs.plain``."""
+    return is_stowed(model) and _trains(model) and not _PLAIN.get()
+
+
 def plan_of(model: torch.nn.Module) -> Plan | None:
     """The plan that a stowed model ran last, or None before its first training forward."""
     stowed = model._compiled_call_impl

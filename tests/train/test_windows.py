@@ -453,6 +453,28 @@ def test_what_cannot_be_split_is_named() -> None:
             one_step(Plain(), image_loss, micro_batch=wrong)
 
 
+@pytest.mark.parametrize("how", ["unstow", "eval"])
+def test_a_step_outside_of_its_budget_is_said_once(how: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Plain(), images(2)
+    step = one_step(model, image_loss, budget="1MB")
+    assert step(batch).peak_bytes is not None
+    with gs.plain(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step(batch).peak_bytes is None, "asked for, and no plan's"
+    if how == "unstow":
+        gs.unstow(model)
+        says = r"Plain is not stowed any more.*outside of the budget of 1000000 B.*new TrainStep"
+    else:
+        model.eval()
+        says = r"Plain is in eval mode.*outside of the budget of 1000000 B.*model\.train\(\)"
+    with pytest.warns(UserWarning, match=says):
+        assert step(batch).peak_bytes is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.window([batch, batch])
+
+
 def test_modes_that_spoil_a_step_are_refused() -> None:
     step, batch = one_step(Plain(), image_loss), images(2)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(gs.errors.GradstowError, match="autocast block"):

@@ -52,7 +52,8 @@ class Fit:
         self._candidates = may_couple(model)
         self._splittable, self._allow_coupled = splittable, allow_coupled
         self._progress = progress
-        self._waits, self._said = micro_batch == "auto", False
+        self._waits = micro_batch == "auto"
+        self._said = self._said_plain = False
         if self._budget is not None and not self._waits:
             self.stow()
 
@@ -67,6 +68,7 @@ class Fit:
     def ready(self, batch: Any, loss: Any, precision: Precision, forward: Forward | None) -> None:
         """Before the first window: choose. Plans on fake tensors; nothing of the step runs."""
         if not self._waits:
+            self._say_where_plain()
             return
         self.choice = choose(
             self.model,
@@ -128,6 +130,23 @@ class Fit:
                     "batch first, or use micro_batch=None."
                 )
                 return
+
+    def _say_where_plain(self) -> None:
+        """Once: a step that runs by no plan may take more than the budget."""
+        if self._budget is None or self._said_plain:
+            return
+        if not is_stowed(self.model):
+            why = "is not stowed any more (gs.unstow, or an error in its forward)"
+            fix = "Make a new TrainStep, or stow it yourself: gs.stow(model, ...)"
+        elif not self.model.training:
+            why, fix = "is in eval mode, in which it runs as plain PyTorch", "Call model.train() first"
+        else:
+            return
+        self._said_plain = True
+        warn_user(
+            f"gradstow: {type(self.model).__name__} {why}, so this step and those like it run outside of the budget of "
+            f"{self._budget}. {fix}."
+        )
 
     def parts(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The micro-batches of a batch and their samples. A batch that is not to be split need not be splittable.

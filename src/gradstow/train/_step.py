@@ -13,7 +13,7 @@ import torch
 
 from gradstow._api import Forward, default_forward
 from gradstow._errors import GradstowError, warn_user
-from gradstow._stow import plan_of
+from gradstow._stow import plan_of, runs_planned
 from gradstow._wanted import Progress
 from gradstow.capture import device_of, find_loss
 from gradstow.train._choose import Choice
@@ -244,7 +244,7 @@ class TrainStep:
             return self._applied_inside(self._inside, window, parts, peak)
         for part in parts:
             self._micro_batch(window, part)
-            peak.see(plan_of(self.model))
+            peak.see(plan_of(self.model) if runs_planned(self.model) else None)
         if len(parts) > 1 and not window.counted:
             for part in parts:
                 self._labels.look(part)
@@ -284,7 +284,7 @@ class TrainStep:
             )
             self._update.written = True
             raise
-        peak.see(plan_of(self.model))
+        peak.see(plan_of(self.model) if runs_planned(self.model) else None)
         if not window.means:
             self._update.skip("the loss counted no items", finite=True)
             return float("nan"), ClipResult(torch.zeros(()), None, 0.0), "the loss counted no items"
