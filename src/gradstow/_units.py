@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from dataclasses import dataclass
 
@@ -44,6 +45,16 @@ class Budget:
         return f"{self.total_bytes} B"
 
 
+def whole_number(value: object) -> int | None:
+    """The value as an int where it is a whole number of any kind (Python's, NumPy's, a tensor's), else None."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # such as a tensor with several numbers
+        return None
+
+
 def parse_budget(value: object) -> Budget:
     """Read a budget: ``int`` bytes, text with a unit, a percentage, or ``"auto"``.
 
@@ -52,14 +63,15 @@ def parse_budget(value: object) -> Budget:
     """
     if isinstance(value, Budget):
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    number_of_bytes = whole_number(value)
+    if number_of_bytes is not None:
+        if number_of_bytes <= 0:
+            raise BudgetError(f"the budget {value} is not a positive number of bytes. {_REMEDY}")
+        return Budget(total_bytes=number_of_bytes)
+    if isinstance(value, bool) or not isinstance(value, (float, str)):
         raise BudgetError(f"a budget cannot be {type(value).__name__} {value!r}. {_REMEDY}")
     if isinstance(value, float):
         raise BudgetError(f"the budget {value!r} is a float, which could mean a fraction or bytes. {_REMEDY}")
-    if isinstance(value, int):
-        if value <= 0:
-            raise BudgetError(f"the budget {value} is not a positive number of bytes. {_REMEDY}")
-        return Budget(total_bytes=value)
     text = value.strip().lower()
     if text == "auto":
         return Budget(auto=True)

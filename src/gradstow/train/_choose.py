@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
+from gradstow._errors import BudgetTooSmall, CaptureError
 from gradstow._plan import Plan
 from gradstow._units import Budget, format_bytes
 from gradstow._wanted import ACTIONS, LossyLike, PolicyLike, Progress, Wanted
 from gradstow.capture import RehearsalFailed
+from gradstow.train._given import samples_of
 from gradstow.train._grown import Samples
 from gradstow.train._precision import Precision
 from gradstow.train._sized import Forward, Loss, Optimizers, SizedStep, absolute
@@ -146,9 +147,7 @@ def choose(
         BudgetTooSmall: not even single samples fit (or the whole batch, where it must not be split).
         BudgetError, CaptureError, PolicyError.
     """
-    size = size_of(example_batch) if batch_size is None else batch_size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise GradstowError(f"batch_size={size!r} is no number of samples. Give at least 1.")
+    size = size_of(example_batch) if batch_size is None else samples_of("batch_size", batch_size)
     wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress)
     step = SizedStep(
         model, Samples(example_batch), loss, optimizer, forward, Precision.of(precision), keep_output, wanted

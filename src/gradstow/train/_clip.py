@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradstow._errors import GradstowError
+from gradstow._units import whole_number
 from gradstow.train._history import Deviations, History, Percentile
 from gradstow.train._norms import (
     EPS,
@@ -71,8 +73,8 @@ class Clip(ABC):
         """
         if clip is None or isinstance(clip, Clip):
             return clip
-        if isinstance(clip, (int, float)) and not isinstance(clip, bool):
-            return GlobalNorm(clip)
+        if _is_number(clip):
+            return GlobalNorm(clip)  # type: ignore[arg-type]
         raise GradstowError(
             f"clip={clip!r} is no clipping. Give a number (the largest global norm), gs.train.AdaptiveClip(), "
             "gs.train.PerParameter(1.0) or None."
@@ -137,6 +139,7 @@ class AdaptiveClip(Clip):
         outlier: float = 2.0,
         norm_type: float = 2.0,
     ) -> None:
+        window, warmup = _whole("window", window), _whole("warmup", warmup)
         _check_history(percentile, deviations, window, decay, warmup, outlier)
         self.norm_type = _positive("norm_type", norm_type)
         first = None if first is None else _positive("first", first)
@@ -268,8 +271,19 @@ class PreviousNorm(GradientClip):
         return before * factor_of(self.max_norm, norm * before)
 
 
+def _is_number(item: object) -> bool:
+    return isinstance(item, (int, float, np.integer, np.floating)) and not isinstance(item, bool)
+
+
+def _whole(name: str, number: object) -> int:
+    found = whole_number(number)
+    if found is None:
+        raise GradstowError(f"{name}={number!r} is no whole number. Give how many norms.")
+    return found
+
+
 def _positive(name: str, number: float) -> float:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+    if not _is_number(number) or not number > 0:
         raise GradstowError(f"{name}={number!r} is not a positive number. Give one such as 1.0.")
     return float(number)
 
@@ -279,6 +293,9 @@ def _check_history(
 ) -> None:
     if percentile is not None and deviations is not None:
         raise GradstowError("AdaptiveClip has one limit: give percentile= or deviations=, not both.")
+    for name, number in (("percentile", percentile), ("decay", decay), ("outlier", outlier)):
+        if not _is_number(number) and not (name == "percentile" and number is None):
+            raise GradstowError(f"{name}={number!r} is no number. Leave it out for the usual one.")
     if percentile is not None and not 0 < percentile <= 100:
         raise GradstowError(f"percentile={percentile!r} is not in (0, 100]. 90 is usual.")
     if deviations is not None:

@@ -10,10 +10,11 @@ import torch
 from gradstow._api import Forward, stow
 from gradstow._errors import GradstowError, warn_user
 from gradstow._stow import is_stowed
-from gradstow._units import parse_budget
+from gradstow._units import parse_budget, whole_number
 from gradstow._wanted import Progress
 from gradstow.train._choose import Choice, choose
 from gradstow.train._coupled import check_splittable, coupled_now, may_couple
+from gradstow.train._given import samples_of
 from gradstow.train._precision import Precision
 from gradstow.train._sized import joined
 from gradstow.train._window import size_of, split
@@ -42,9 +43,9 @@ class Fit:
         allow_coupled: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        _check_micro_batch(micro_batch, budget)
-        self.model, self.asked, self.batch_size = model, micro_batch, batch_size
-        self.micro_batch = micro_batch if isinstance(micro_batch, int) else None
+        self.model, self.asked = model, _micro_batch_of(micro_batch, budget)
+        self.batch_size = None if batch_size is None else samples_of("batch_size", batch_size)
+        self.micro_batch = self.asked if isinstance(self.asked, int) else None
         self.choice: Choice | None = None
         self._budget = None if budget is None else parse_budget(budget)
         self._bytes: int | None = None  # the budget that a saved run came to
@@ -52,7 +53,7 @@ class Fit:
         self._candidates = may_couple(model)
         self._splittable, self._allow_coupled = splittable, allow_coupled
         self._progress = progress
-        self._waits = micro_batch == "auto"
+        self._waits = self.asked == "auto"
         self._said = self._said_plain = False
         if self._budget is not None and not self._waits:
             self.stow()
@@ -172,14 +173,20 @@ class Fit:
         return True
 
 
-def _check_micro_batch(micro_batch: Any, budget: Any) -> None:
-    whole = isinstance(micro_batch, int) and not isinstance(micro_batch, bool) and micro_batch > 0
-    if micro_batch is not None and micro_batch != "auto" and not whole:
+def _micro_batch_of(given: Any, budget: Any) -> int | str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str):
+        number = whole_number(given)
+        if number is not None and number > 0:
+            return number
+    if not isinstance(given, str) or given != "auto":
         raise GradstowError(
-            f'micro_batch={micro_batch!r} means nothing. Give a number of samples, "auto", or None for no splitting.'
+            f'micro_batch={given!r} means nothing. Give a number of samples, "auto", or None for no splitting.'
         )
-    if micro_batch == "auto" and budget is None:
+    if budget is None:
         raise GradstowError(
             'micro_batch="auto" chooses the fastest size within a budget, and none was given. Give budget="6GiB", '
             "or the size."
         )
+    return "auto"

@@ -9,7 +9,7 @@ import torch
 
 from gradstow._errors import CaptureError
 from gradstow.capture import Fakes, first_line, same_randomness, tensors
-from gradstow.train._window import map_tensors, size_of
+from gradstow.train._window import check_dense, map_tensors, size_of
 
 MakeBatch = Callable[[int], Any]
 
@@ -54,6 +54,7 @@ class Samples:
 
     def _grown(self, count: int) -> Any:
         have = size_of(self._example)
+        check_dense(self._example)
 
         def grown(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() == 0 or len(tensor) != have:

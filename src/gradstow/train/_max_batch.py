@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from gradstow._errors import BudgetError, BudgetTooSmall, CaptureError, GradstowError
+from gradstow._errors import BudgetError, BudgetTooSmall, CaptureError
 from gradstow._plan import Plan
 from gradstow._units import format_bytes
 from gradstow._wanted import ACTIONS, LossyLike, PolicyLike, Progress, Wanted
 from gradstow.planner import Effort
+from gradstow.train._given import samples_of
 from gradstow.train._grown import Samples
 from gradstow.train._precision import Precision
 from gradstow.train._sized import Forward, Loss, Optimizers, SizedStep, absolute
@@ -119,8 +120,7 @@ def max_batch(
         BudgetTooSmall: a single sample does not fit.
         BudgetError, CaptureError, PolicyError.
     """
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise GradstowError(f"limit={limit!r} is no number of samples. Give at least 1.")
+    limit = samples_of("limit", limit)
     wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress)
     if wanted.budget is None or wanted.budget.percent is not None:
         raise BudgetError(

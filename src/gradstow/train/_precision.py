@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class Precision:
         """
         if isinstance(value, Precision):
             return value
-        if value not in _DTYPES:
+        if not isinstance(value, str) or value not in _DTYPES:
             raise GradstowError(f"the precision {value!r} is not known. Give one of {', '.join(_DTYPES)}.")
         return Precision(value)
 
@@ -86,12 +87,15 @@ def make_scaler(
             )
         return None
     settings: dict[str, Any] = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5}
-    settings |= {"growth_interval": 2000, **(given or {})}
     try:
+        settings |= {"growth_interval": 2000, **(given or {})}
+        for name, number in settings.items():
+            if isinstance(number, bool) or not 0 < number < math.inf:
+                raise TypeError(f"{name} is {number!r}, which is no number above 0")
         return torch.amp.GradScaler(device, **settings)
-    except TypeError as error:
+    except (TypeError, AssertionError) as error:
         raise GradstowError(
-            f"scaler={dict(given or {})!r} cannot be used: {error}. It takes init_scale, growth_factor, "
+            f"scaler={given!r} cannot be used: {str(error).rstrip('.')}. It takes init_scale, growth_factor, "
             "backoff_factor and growth_interval, or is a torch.amp.GradScaler."
         ) from error
 

@@ -18,6 +18,7 @@ from gradstow._wanted import Wanted
 from gradstow.capture import Captured, RehearsalFailed, device_of, resident_bytes, tensors
 from gradstow.ir import Resident
 from gradstow.planner import Effort, plain_step_peak
+from gradstow.train._given import check_callable, check_model, optimizers_of
 from gradstow.train._grown import Samples
 from gradstow.train._precision import Precision
 
@@ -50,6 +51,10 @@ class SizedStep:
     wanted: Wanted
 
     def __post_init__(self) -> None:
+        check_model(self.model)
+        check_callable(loss=self.loss, forward=self.forward)
+        if self.optimizer is not None and not isinstance(self.optimizer, _Several):
+            optimizers_of(self.optimizer)
         self._captured: dict[int, Captured] = {}
         self.batch_bytes = 0  # of the whole batch, of which micro-batches are views
 

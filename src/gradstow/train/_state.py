@@ -124,6 +124,8 @@ def write_state(state: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         GradstowError: the file cannot be written, or another process writes it just now; the old one is unchanged.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise GradstowError(f"the checkpoint cannot be written: {path!r} is no path. Give a file's name.")
     target = Path(os.path.realpath(path))  # a link stays a link
     if target.is_dir():
         raise GradstowError(f"the checkpoint cannot be written to {path}: it is a folder. Name a file in it.")

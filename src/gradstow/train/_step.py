@@ -19,6 +19,14 @@ from gradstow.capture import device_of, find_loss
 from gradstow.train._choose import Choice
 from gradstow.train._clip import Clip, ClipResult
 from gradstow.train._fit import Fit
+from gradstow.train._given import (
+    check_callable,
+    check_data,
+    check_model,
+    check_parts,
+    optimizers_of,
+    schedulers_of,
+)
 from gradstow.train._inside import Inside, check_inside, optimize_inside
 from gradstow.train._peak import Peak, peak_of
 from gradstow.train._precision import Precision, as_float, make_scaler
@@ -127,9 +135,11 @@ class TrainStep:
         data: int | Stateful = 0,
         progress: Progress | None = None,
     ) -> None:
+        check_model(model)
+        check_callable(loss=loss, forward=forward, progress=progress)
+        check_data(data)
         self.model, self.loss, self.data, self.measure = model, loss, data, measure
-        self.optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-        self.schedulers = _several(scheduler)
+        self.optimizers, self.schedulers = optimizers_of(optimizer), schedulers_of(scheduler)
         self.precision = Precision.of(precision)
         self._device, self._forward = device_of(model), forward
         self.scaler = make_scaler(self.precision, self._device, scaler)
@@ -189,8 +199,7 @@ class TrainStep:
         after running out of memory, where that is allowed.
         """
         self._check_modes()
-        if not micro_batches:
-            raise GradstowError("a window without a micro-batch has nothing to train on. Give at least one.")
+        check_parts(micro_batches)
         largest = max(micro_batches, key=size_of) if len(micro_batches) > 1 else micro_batches[0]
         self._fit.ready(largest, self.loss, self.precision, self._forward)
         return self._run(list(micro_batches), split=False)
@@ -383,9 +392,3 @@ class TrainStep:
     def __repr__(self) -> str:
         size = "whole batches" if self.micro_batch is None else f"micro-batches of {self.micro_batch}"
         return f"<TrainStep {type(self.model).__name__} {self.precision.name}, {size}, {self.steps} steps>"
-
-
-def _several(scheduler: Any) -> tuple[Any, ...]:
-    if scheduler is None:
-        return ()
-    return tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)

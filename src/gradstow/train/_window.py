@@ -42,6 +42,23 @@ def size_of(batch: Any) -> int:
     return size
 
 
+def check_dense(batch: Any) -> None:
+    """Whether all tensors with samples can be cut.
+
+    Raises:
+        GradstowError: the first that cannot, by name.
+    """
+    for path, leaf in _leaves(batch, "batch"):
+        if not isinstance(leaf, torch.Tensor) or not _has_samples(leaf):
+            continue
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.").replace("_", " ")
+            raise GradstowError(
+                f"{path} is a {kind} tensor, and only dense ones can be cut into samples. Make it dense in the loader "
+                "(.to_dense()), train batches whole (micro_batch=None), or split them yourself: step.window([...])."
+            )
+
+
 def split(batch: Any, size: int) -> list[Any]:
     """Micro-batches of ``size`` samples, the last one shorter; the batch itself where it is not larger.
 
@@ -53,6 +70,7 @@ def split(batch: Any, size: int) -> list[Any]:
         raise GradstowError(f"a micro-batch cannot hold {size} samples. Give at least 1.")
     if total <= size:
         return [batch]
+    check_dense(batch)
     return [_cut(batch, total, range(start, min(start + size, total))) for start in range(0, total, size)]
 
 
@@ -61,6 +79,7 @@ def take(batch: Any, count: int) -> Any:
     total = size_of(batch)
     if count == total:
         return batch
+    check_dense(batch)
     if count < total:
         return _cut(batch, total, range(count))
     return _cut(batch, total, [i % total for i in range(count)])
