@@ -83,6 +83,13 @@ def test_a_policy_is_read_from_its_own_text(policy: Policy) -> None:
     assert Policy.of(policy) is policy
 
 
+def test_a_policy_has_one_name() -> None:
+    with pytest.raises(PolicyError, match="two names, sqrt and store-all"):
+        Policy.of("sqrt,relu=store,store-all")
+    assert Policy.of("sqrt,mm=store,sqrt").name == "sqrt"
+    assert Policy.of("b[ou]dy*=store,[]]=store,x]=store").name == "auto"
+
+
 def test_make_plan_checks_the_name_first() -> None:
     graph = chain()
     with pytest.raises(PolicyError, match="Did you mean store-all"):
@@ -286,6 +293,8 @@ def test_rules_that_leave_no_plan_are_refused() -> None:
         ({"boddy": "store"}, "'boddy' is no family.*Did you mean body"),
         ({"relu": "recompte"}, "says 'recompte'.*Did you mean recompute"),
         ({"": "store"}, "names nothing"),
+        ({"[": "int8"}, r"the pattern '\[' has a \[ without its \]"),
+        ({"layer[!]*": "store"}, r"has a \[ without its \]"),
     ],
 )
 def test_unknown_names_in_rules(rules: dict[str, str], words: str) -> None:

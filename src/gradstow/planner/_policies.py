@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gradstow._errors import PolicyError
 from gradstow.planner._problem import Problem
-from gradstow.planner._rules import ACTIONS, HOW, Rules, close, in_family
+from gradstow.planner._rules import ACTIONS, HOW, Rules, close, in_family, is_broken
 
 POLICIES = ("auto", "store-all", "recompute-all", "sqrt", "selective")
 _EXPENSIVE = ("conv", "matmul", "attention")  # what "selective" stores
@@ -38,6 +38,8 @@ class Policy:
         for pattern, action in self.rules:
             if not isinstance(pattern, str) or not pattern.strip():
                 raise PolicyError(f"the pattern {pattern!r} names nothing. {HOW}")
+            if is_broken(pattern):
+                raise PolicyError(f"the pattern {pattern!r} has a [ without its ], so it is no glob. {HOW}")
             if action not in ACTIONS:
                 raise PolicyError(
                     f"the rule for {pattern!r} says {action!r}, which is no action.{close(str(action), ACTIONS)} {HOW}"
@@ -52,14 +54,17 @@ class Policy:
             return Policy(rules=tuple(policy.items()))
         if not isinstance(policy, str):
             raise PolicyError(f"a policy is text or a mapping, not {type(policy).__name__}. {HOW}")
-        name, rules = "auto", []
+        names: list[str] = []
+        rules = []
         for part in (p.strip() for p in policy.split(",")):
             pattern, equals, action = part.partition("=")
             if equals:
                 rules.append((pattern.strip(), action.strip()))
-            else:
-                name = part
-        return Policy(name, tuple(rules))
+            elif part not in names:
+                names.append(part)
+        if len(names) > 1:
+            raise PolicyError(f"the policy {policy!r} has two names, {names[0]} and {names[1]}. Give one. {HOW}")
+        return Policy(names[0] if names else "auto", tuple(rules))
 
     def __str__(self) -> str:
         parts = [f"{pattern}={action}" for pattern, action in self.rules]

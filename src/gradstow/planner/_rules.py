@@ -165,6 +165,18 @@ def in_family(region: Region, op: Op, family: str) -> bool:
     return len(shape) == _DIMENSIONS.get(family, len(shape))
 
 
+def is_broken(pattern: str) -> bool:
+    """Whether a glob has a bracket that is not closed, which ``fnmatch`` takes for a letter."""
+    at = pattern.find("[")
+    while at >= 0:
+        first = at + 2 if pattern[at + 1 : at + 2] == "!" else at + 1
+        end = pattern.find("]", first + 1)  # a ] that comes first is a letter
+        if end < 0:
+            return True
+        at = pattern.find("[", end)
+    return False
+
+
 def _in_module(module: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(module, pattern) or module.startswith(f"{pattern}.")
 
