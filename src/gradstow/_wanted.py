@@ -86,6 +86,13 @@ class Wanted:
         usual = self.offload or ("disk" if device == "cpu" and self.profile is None else "host")
         return usual if action in ("offload", usual.partition(":")[0]) else action
 
+    def saying(self, stage: str) -> Wanted:
+        """The same, where all progress is reported as that of one stage."""
+        report = self.progress
+        if report is None:
+            return self
+        return replace(self, progress=lambda _stage, done, total: report(stage, done, total))
+
     def say(self, stage: str, done: int, total: int) -> None:
         if self.progress is not None:
             self.progress(stage, done, total)

@@ -348,6 +348,20 @@ def test_a_function_that_needs_real_tensors_makes_one_small_batch() -> None:
     assert found.batch_size == max_batch(make_model(), make_batch, loss=loss, budget=BUDGET, effort="quick").batch_size
 
 
+def test_the_sizes_are_told_while_they_are_planned() -> None:
+    said: list[str] = []
+    found = max_batch(
+        make_model(),
+        make_batch,
+        loss=loss,
+        budget="1MB",
+        limit=6,
+        effort="quick",
+        progress=lambda stage, _done, _total: said.append(stage),
+    )
+    assert {f"batch of {t.batch_size}" for t in found.tried} <= {*said}
+
+
 def test_the_limit_of_the_search() -> None:
     found = max_batch(make_model(), make_batch, loss=loss, budget="1GiB", limit=10, effort="quick")
     assert (found.batch_size, found.limited) == (10, True)

@@ -209,7 +209,6 @@ class _Search:
         self.smallest[self.low] = self.plan.minimum_peak_bytes
 
     def _try(self, size: int) -> None:
-        self.step.wanted.say("batch size", len(self.tried), 0)
         try:
             plan = self.step.plan(size, self.effort)
         except BudgetTooSmall as error:

@@ -70,7 +70,7 @@ class SizedStep:
         resident = replace(own, batch=max(own.batch, self.batch_bytes))
         captured = replace(captured, common=replace(captured.common, resident=resident))
         with users_errors():
-            return plan_captured(captured, replace(self.wanted, effort=Effort.of(effort)))
+            return plan_captured(captured, replace(self._saying(count), effort=Effort.of(effort)))
 
     def smallest_bytes(self, count: int, error: BudgetTooSmall, *, adds: bool = False) -> int:
         """The smallest budget, where one was refused: room for ``optimizer.step`` included."""
@@ -135,7 +135,11 @@ class SizedStep:
             with precision.autocast(device):
                 return call(model, item)
 
-        return capture_step(self.model, replace(step, call=under_precision), self.wanted)
+        return capture_step(self.model, replace(step, call=under_precision), self._saying(count))
+
+    def _saying(self, count: int) -> Wanted:
+        """Sizes are what is reported: what is done for each of them comes again and again."""
+        return self.wanted.saying(f"batch of {count}")
 
     def _mean(self) -> Loss:
         loss, precision = self.loss, self.precision
