@@ -34,6 +34,12 @@ def images():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64, 10))
     return model, (torch.randn(2, 3, 8, 8), torch.randint(0, 10, (2,))), loss
+
+def narrow():
+    return torch.nn.Linear(3, 4), (torch.randn(2, 5), torch.zeros(2, dtype=torch.long)), loss
+
+def wrong():
+    return torch.nn.Linear(5, 4), (torch.randn(2, 5),) * 2, lambda output, batch: 1 / 0
 """
 
 
@@ -109,6 +115,16 @@ def same_weights(one: Path, other: Path) -> bool:
         (["train", "mnist", "--data", "text"], "cannot learn --data text"),
         (["train", "mnist", "--data", "no/such/folder"], "there is no data 'no/such/folder'"),
         (["train", "text", "--seq", "9999999"], "longer than the text"),
+        (["train", "text", "--seq", "0"], "Invalid value for '--seq'"),
+        (["train", "mnist", "--image", "0"], "Invalid value for '--image'"),
+        (["train", "mnist", "--image", "3"], "--image 3 is smaller than the 4 pixels"),
+        (["train", "mnist", "--seed", "99999999999999999999"], "'--seed'"),
+        (["train", "tiny.py:narrow"], "step 1 of tiny.py:narrow cannot run: RuntimeError: mat1 and mat2"),
+        (["train", "tiny.py:wrong"], "ZeroDivisionError: division by zero (tiny.py:"),
+        (["train", "torchvision:resnet18,num_classes=0", "--batch", "2"], "num_classes=0"),
+        (["train", "torchvision:resnet18,num_classes=x", "--batch", "2"], "num_classes=x"),
+        (["max-batch", "torchvision:resnet18", "--budget", "6GiB", "--image", "-3"], "Invalid value for '--image'"),
+        (["max-batch", "tiny.py:make", "--budget", "6GiB", "--policy", "sqrt", "--policy", "store-all"], "two names"),
         (["train", "text", "--batch", "99999"], "is more than the"),
         (["train", "text", "--optimizer", "adm"], "there is no optimizer 'adm'"),
         (["train", "text", "--lr", "-1"], "--lr -1.0 is no learning rate"),
@@ -127,6 +143,7 @@ def test_wrong_input_is_one_line(
     arguments: list[str], words: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.py").write_text(TINY)
     assert main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -134,7 +151,7 @@ def test_wrong_input_is_one_line(
     lines = [line for line in err.splitlines() if line.startswith("gradstow: ")]
     assert err.splitlines() == lines
     assert len(lines) == 1
-    assert not list(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {"tiny.py", "__pycache__"}
 
 
 def test_a_checkpoint_is_not_written_over(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,10 +23,12 @@ Text = Annotated[
 Batch = Annotated[int | None, typer.Option("--batch", help="Examples in the batch; needed except for file.py:make.")]
 Budget = Annotated[str | None, typer.Option("--budget", help='"6GiB", "60%" of plain PyTorch\'s step peak, or "auto".')]
 Policy = Annotated[
-    str,
+    list[str] | None,
     typer.Option(
         "--policy",
-        help="auto, store-all, recompute-all, sqrt, selective; or rules: relu=recompute,layer3.*=store,layer1.*=int4.",
+        help="auto, store-all, recompute-all, sqrt, selective; or rules: relu=recompute,layer3.*=store,layer1.*=int4. "
+        "Given several times, all hold.",
+        show_default=False,
     ),
 ]
 Lossy = Annotated[
@@ -38,13 +40,18 @@ Lossy = Annotated[
 Offload = Annotated[
     str | None, typer.Option("--offload", help='Let values wait elsewhere: "host", "disk", or "disk:/path/to/folder".')
 ]
-Seq = Annotated[int, typer.Option("--seq", help="Tokens of a text model's example.")]
+Seq = Annotated[int, typer.Option("--seq", min=1, help="Tokens of a text model's example.")]
 Attn = Annotated[str | None, typer.Option("--attn", help="transformers' attention: eager or sdpa.")]
-Image = Annotated[int | None, typer.Option("--image", help="Width and height of an image.")]
+Image = Annotated[int | None, typer.Option("--image", min=1, help="Width and height of an image.")]
 Optimizer = Annotated[
     str, typer.Option("--optimizer", help="Whose state and working memory count: none, sgd or adamw.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def policy_of(given: list[str] | None) -> str:
+    """All that was said, as one text; later rules win."""
+    return ",".join(given or ["auto"])
 
 
 def lossy_of(text: str | None) -> str | float | None:

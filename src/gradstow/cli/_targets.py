@@ -127,6 +127,12 @@ def construct(text: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module
         raise InputError(f"{text} cannot be built: {type(error).__name__}: {error}") from error
 
 
+def _classes(text: str, given: Any) -> int:
+    if not isinstance(given, int) or given < 1:
+        raise InputError(f"num_classes={given} leaves {text} nothing to tell apart. Give a number of at least 1.")
+    return given
+
+
 def _cross_entropy(output: Any, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output, batch[1])
 
@@ -148,7 +154,7 @@ def _torchvision(text: str, name: str, options: dict[str, Any], batch: int, imag
     if name in ("inception_v3", "googlenet"):  # their auxiliary heads return tuples and need a loss each
         options = {"aux_logits": False, "init_weights": False, **options}
     model = construct(text, lambda: models.get_model(name, weights=None, **options))
-    classes = int(options.get("num_classes", 1000))
+    classes = _classes(text, options.get("num_classes", 1000))
     return Target(text, model, _images(model, batch, (3, image, image), classes), _cross_entropy)
 
 
@@ -160,7 +166,7 @@ def _timm(text: str, name: str, options: dict[str, Any], batch: int, image: int 
     config: Mapping[str, Any] = getattr(model, "default_cfg", {})
     channels, height, width = config.get("input_size", (3, 224, 224))
     size = (channels, image or height, image or width)
-    classes = int(getattr(model, "num_classes", 1000))
+    classes = _classes(text, getattr(model, "num_classes", 1000))
     return Target(text, model, _images(model, batch, size, classes), _cross_entropy)
 
 

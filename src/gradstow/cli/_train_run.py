@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 
 from gradstow._errors import GradstowError
 from gradstow._units import format_bytes, format_seconds
+from gradstow.capture._places import user_frame
 from gradstow.cli._input import InputError
 from gradstow.cli._output import Meter
 from gradstow.cli._train_log import TrainLog
 from gradstow.cli._train_meter import TrainMeter
 from gradstow.cli._train_options import training_optimizer
 from gradstow.cli._trained import Job, build_job
+from gradstow.train._snapshot import out_of_memory
 from gradstow.train._step import StepResult, TrainStep
 
 _STOPPED = "gradstow-train.pt"  # where Ctrl-C saves when no file is named
@@ -114,6 +117,19 @@ def _load(step: TrainStep, path: Path | None) -> None:
         raise InputError(f"the checkpoint {path} does not fit this run: {first} Go on with its options.") from error
 
 
+def _failed(error: Exception, number: int, name: str) -> GradstowError:
+    """One line for what a step raised. A first step that cannot run is wrong input."""
+    line = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else ""
+    place = user_frame(traceback.extract_tb(error.__traceback__))
+    what = f"step {number + 1} of {name} cannot run: {type(error).__name__}{': ' * bool(line)}{line}"
+    what += f" ({place})" if place else ""
+    if out_of_memory(error):
+        return GradstowError(f"{what}. Give --budget, or a smaller --batch.")
+    if number:
+        return GradstowError(f"{what}. The last checkpoint is as it was.")
+    return InputError(f"{what}. Check the sizes that were given, such as --image, --seq and --batch, and the target.")
+
+
 class _Loop:
     def __init__(self, wanted: Run, job: Job, step: TrainStep, log: TrainLog | None) -> None:
         self.wanted, self.job, self.step, self.log = wanted, job, step, log
@@ -153,7 +169,13 @@ class _Loop:
 
     def _one(self, shown: TrainMeter) -> None:
         number = self.done
-        result = self.step(self.job.batch(number))
+        batch = self.job.batch(number)
+        try:
+            result = self.step(batch)
+        except GradstowError:
+            raise
+        except Exception as error:  # of the model, the loss or the allocator
+            raise _failed(error, number, self.job.name) from error
         self.last = result
         if result.peak_bytes is not None:
             self.peak = max(self.peak or 0, result.peak_bytes)

@@ -18,6 +18,7 @@ from gradstow.train._window import map_tensors
 _DEFAULT_BATCH = 64
 _CLASSES = {"torchvision": "num_classes", "timm": "num_classes", "transformers": "num_labels"}
 _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")  # how transformers names what predicts the next token
+_SMALLEST = 4  # pixels that the network for images halves twice
 _JUDGED = 64  # held-out samples at a time
 
 
@@ -69,6 +70,11 @@ def build_job(
     if target in BUILT_IN:
         if data in BUILT_IN and data != target:
             raise InputError(f"the network for {target} cannot learn --data {data}. Leave --data out.")
+        if target == "mnist" and image is not None and image < _SMALLEST:
+            raise InputError(
+                f"--image {image} is smaller than the {_SMALLEST} pixels that the network for {target} needs. "
+                "Make it larger."
+            )
         samples = open_set(data, channels=1 if data == "mnist" else 3, side=image or 28, seq=seq)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

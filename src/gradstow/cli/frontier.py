@@ -21,6 +21,7 @@ from gradstow.cli._options import (
     Text,
     lossy_of,
     make_optimizer,
+    policy_of,
 )
 from gradstow.cli._output import Meter, results
 
@@ -34,7 +35,7 @@ def frontier(
     attn: Attn = None,
     image: Image = None,
     optimizer: Optimizer = "none",
-    policy: Policy = "auto",
+    policy: Policy = None,
     lossy: Lossy = None,
     offload: Offload = None,
     as_json: AsJson = False,
@@ -55,7 +56,7 @@ def frontier(
                 loss=made.loss,
                 optimizer=make_optimizer(optimizer, made.model),
                 points=points,
-                policy=policy,
+                policy=policy_of(policy),
                 lossy=lossy_of(lossy),
                 offload=offload,
                 progress=meter,

@@ -20,6 +20,7 @@ from gradstow.cli._options import (
     Text,
     lossy_of,
     make_optimizer,
+    policy_of,
 )
 from gradstow.cli._output import Meter, results
 from gradstow.cli._train_options import Precision, check_precision
@@ -30,7 +31,7 @@ def max_batch(
     budget: Annotated[str, typer.Option("--budget", help='"6GiB" or "auto".')],
     limit: Annotated[int, typer.Option("--limit", help="The largest batch to try.")] = 65536,
     precision: Precision = "fp32",
-    policy: Policy = "auto",
+    policy: Policy = None,
     lossy: Lossy = None,
     offload: Offload = None,
     effort: Annotated[str, typer.Option(help="quick (no solver), normal or thorough.")] = "normal",
@@ -62,7 +63,7 @@ def max_batch(
                 budget=budget,
                 limit=limit,
                 precision=precision,
-                policy=policy,
+                policy=policy_of(policy),
                 lossy=lossy_of(lossy),
                 offload=offload,
                 effort=effort,

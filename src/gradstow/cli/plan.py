@@ -23,6 +23,7 @@ from gradstow.cli._options import (
     Text,
     lossy_of,
     make_optimizer,
+    policy_of,
 )
 from gradstow.cli._output import Meter, results
 
@@ -31,7 +32,7 @@ def plan(
     target: Text,
     batch: Batch = None,
     budget: Budget = None,
-    policy: Policy = "auto",
+    policy: Policy = None,
     lossy: Lossy = None,
     offload: Offload = None,
     effort: Annotated[str, typer.Option(help="quick (no solver), normal or thorough.")] = "normal",
@@ -63,7 +64,7 @@ def plan(
                 loss=made.loss,
                 optimizer=make_optimizer(optimizer, made.model),
                 budget=budget,
-                policy=policy,
+                policy=policy_of(policy),
                 lossy=lossy_of(lossy),
                 offload=offload,
                 effort=effort,

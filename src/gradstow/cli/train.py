@@ -14,6 +14,7 @@ from gradstow.cli._output import results
 from gradstow.cli._train_options import Precision, check_precision, micro_batch_of
 
 _INTERRUPTED = 130
+_SEEDS = 2**32  # more is no seed for all generators
 
 
 def train(
@@ -43,7 +44,9 @@ def train(
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate; each optimizer has its own default.")] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, adamw, lars or lamb.")] = "adamw",
     clip: Annotated[float | None, typer.Option("--clip", help="Largest norm of all gradients together.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the weights, the order of the data and dropout.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=-_SEEDS, max=_SEEDS, help="Of the weights, the order of the data and dropout.")
+    ] = 0,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     save: Annotated[Path | None, typer.Option("--save", help="Checkpoint file, written every --save-every.")] = None,
     save_every: Annotated[int, typer.Option("--save-every", help="Steps between checkpoints.")] = 100,

@@ -23,6 +23,7 @@ from gradstow.cli._options import (
     Text,
     lossy_of,
     make_optimizer,
+    policy_of,
 )
 from gradstow.cli._output import Meter, results
 
@@ -31,7 +32,7 @@ def verify(
     target: Text,
     batch: Batch = None,
     budget: Budget = None,
-    policy: Policy = "auto",
+    policy: Policy = None,
     lossy: Lossy = None,
     offload: Offload = None,
     plan: Annotated[Path | None, typer.Option(help="A plan file, instead of a budget.")] = None,
@@ -64,7 +65,7 @@ def verify(
                 optimizer=make_optimizer(optimizer, made.model),
                 budget=budget,
                 plan=loaded,
-                policy=policy,
+                policy=policy_of(policy),
                 lossy=lossy_of(lossy),
                 offload=offload,
                 steps=steps,
