@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from gradstow.cli._versions import VERSIONS, versions
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,21 +38,4 @@ def write(path: Path, fields: Sequence[str], row: Mapping[str, Any]) -> None:
     print(" ".join(f"{k}={v}" for k, v in shown.items() if v is not None), file=sys.stderr, flush=True)
 
 
-def versions(device: str = "cpu") -> dict[str, Any]:
-    """What every row says about where it was measured."""
-    import torch
-
-    import gradstow
-
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "gradstow": gradstow.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-VERSIONS = ("device", "machine", "threads", "torch", "gradstow", "python", "date")
+__all__ = ["RESULTS", "VERSIONS", "parse", "versions", "write"]

@@ -1,4 +1,4 @@
-"""``gradstow train``, ``max-batch``, ``bench batch-size``: refusals, logs, and that stopped runs go on bit for bit."""
+"""``gradstow train``, ``max-batch``: refusals, logs, and that stopped runs go on bit for bit."""
 
 from __future__ import annotations
 
@@ -132,11 +132,6 @@ def same_weights(one: Path, other: Path) -> bool:
         (["max-batch", "torchvision:resnet18", "--budget", "6"], "has no unit"),
         (["max-batch", "torchvision:resnet18", "--budget", "6GiB", "--limit", "0"], "--limit 0"),
         (["max-batch", "torchvision:resnet18"], "--budget"),
-        (["bench", "batch-size", "--batches", "a"], "are no batch sizes"),
-        (["bench", "batch-size", "--epochs", "0"], "--epochs 0 trains nothing"),
-        (["bench", "batch-size", "--rule", "cube"], "--rule cube is not known"),
-        (["bench", "batch-size", "--data", "text"], "trains on images"),
-        (["bench", "batch-size", "--csv", "no/such/rows.csv"], "its folder does not exist"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -341,7 +336,7 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
     assert Order(10, 3, seed=2).numbers(0) != order.numbers(0)
 
 
-# ------------------------------------------------------------------------------- max-batch and batch sizes
+# --------------------------------------------------------------------------------------------- max-batch
 
 
 def test_max_batch_shows_the_boundary(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -354,17 +349,3 @@ def test_max_batch_shows_the_boundary(tiny: str, capfd: pytest.CaptureFixture[st
     refused = document(capfd, "max-batch", f"{tiny}:make", "--budget", "1KiB", "--effort", "quick", code=1)
     assert refused["error"] == "BudgetTooSmall"
     assert refused["minimum_bytes"] > 1024
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("digits")
-def test_batch_sizes_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "rows.csv"
-    found = document(capfd, "bench", "batch-size", "--batches", "500, 1000", "--epochs", "1", "--csv", str(file))
-    assert [(row["batch"], row["scaled"]) for row in found["rows"]] == [(500, False), (1000, False), (1000, True)]
-    first, large, scaled = found["rows"]
-    assert scaled["lr"] == 2 * large["lr"] == 2 * first["lr"]
-    assert large["step_peak_bytes"] > 1.5 * first["step_peak_bytes"]
-    assert all(row["images_per_second"] > 0 and 0 <= row["accuracy"] <= 1 for row in found["rows"])
-    with file.open(newline="") as lines:
-        assert [int(row["batch"]) for row in csv.DictReader(lines)] == [500, 1000, 1000]

@@ -7,9 +7,8 @@ import sys
 import typer
 
 from gradstow._errors import BudgetError, GradstowError, PolicyError, StalePlan
-from gradstow.cli._bench_batch_size import batch_size
 from gradstow.cli._input import InputError
-from gradstow.cli.bench import bench
+from gradstow.cli.bench._group import bench
 from gradstow.cli.demo import demo
 from gradstow.cli.frontier import frontier
 from gradstow.cli.max_batch import max_batch
@@ -33,7 +32,6 @@ app.command()(frontier)
 app.command()(verify)
 app.command("max-batch")(max_batch)
 app.command()(train)
-bench.command("batch-size")(batch_size)
 app.add_typer(bench, name="bench")
 
 

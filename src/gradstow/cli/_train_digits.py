@@ -24,7 +24,7 @@ def accuracy_under(**options: Any) -> float:
 
     import gradstow as gs
 
-    pixels, labels = _digits()
+    pixels, labels = digits()
     torch.manual_seed(_SEED)
     model = _network()
     if options:
@@ -44,7 +44,7 @@ def accuracy_under(**options: Any) -> float:
 
 
 @functools.cache
-def _digits() -> tuple[torch.Tensor, torch.Tensor]:
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     try:
