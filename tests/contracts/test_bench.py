@@ -182,6 +182,7 @@ def test_flops_are_counted_with_the_backward() -> None:
 # ------------------------------------------------------------------------------------------------ the commands
 
 
+@pytest.mark.slow  # three copies of 57 million weights
 @pytest.mark.usefixtures("digits")
 def test_alexnet_on_digits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchvision")
@@ -220,6 +221,7 @@ def test_transformer_on_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert [row["seq"] for row in lines_of(file)] == ["16"] * 4
 
 
+@pytest.mark.slow  # each way is captured and measured
 @pytest.mark.usefixtures("digits")
 def test_strategies_on_the_small_cnn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

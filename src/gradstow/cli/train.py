@@ -30,7 +30,9 @@ def train(
     data: Annotated[
         str | None,
         typer.Option(
-            "--data", help="mnist, text, or a folder of images by class; else the target's own batch, over and over."
+            "--data",
+            help="mnist, fashion, text, the folder of CIFAR-10, or of images by class; else the target's own batch, "
+            "over and over.",
         ),
     ] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="Samples of a step; 64 for data sets.")] = None,
