@@ -60,7 +60,9 @@ class Conv2d(_Convolution, nn.Conv2d):
     anyway) or with ``saves="mask"`` one bit per element; never the pre-activation. gelu, silu, mish, hardswish and elu
     keep only the input and run the convolution once more.
 
-    Numbers: bit-equal to ``torch.nn.Conv2d`` followed by the activation, forward and gradients.
+    Numbers: bit-equal to ``torch.nn.Conv2d`` followed by the activation, forward and gradients. Used several
+    times under one autocast, it gives what torch gives with ``torch.autocast(..., cache_enabled=False)``: torch's cache
+    adds the gradients of all uses up in the short type, on the one copy of the weight that it keeps.
 
     Args:
         activation: "relu", "relu6", "hardtanh", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu", "mish",

@@ -20,7 +20,9 @@ class Linear(nn.Linear):
     its output (which the next layer keeps anyway) or with ``saves="mask"`` a 32nd of that in float32; never the
     pre-activation. gelu, silu, mish, hardswish and elu keep only the input and run the product once more.
 
-    Numbers: bit-equal to ``torch.nn.Linear`` followed by the activation, forward and gradients.
+    Numbers: bit-equal to ``torch.nn.Linear`` followed by the activation, forward and gradients. Used several
+    times under one autocast, it gives what torch gives with ``torch.autocast(..., cache_enabled=False)``: torch's cache
+    adds the gradients of all uses up in the short type, on the one copy of the weight that it keeps.
 
     Args:
         activation: "relu", "relu6", "hardtanh", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu", "mish",

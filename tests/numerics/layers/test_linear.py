@@ -42,7 +42,7 @@ ACTIVATIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 FROM_BITS = ["relu", "relu6", Activation("hardtanh", -0.3, 0.4), "leaky_relu", Activation("leaky_relu", -0.3)]
 WAYS = [(act, "output") for act in ACTIVATIONS] + [(act, "mask") for act in FROM_BITS]
-SHAPES = [(5, 6), (2, 3, 6), (2, 2, 2, 6), (0, 6), (2, 0, 6)]
+SHAPES = [(6,), (5, 6), (2, 3, 6), (2, 2, 2, 6), (0, 6), (2, 0, 6)]
 
 
 def parts(dtype: torch.dtype = torch.float32, shape: Any = (4, 6), out: int = 7, seed: int = 0) -> list[Any]:
@@ -111,6 +111,26 @@ def test_a_weight_used_twice_has_one_gradient_in_each_order(act: str) -> None:
     found = torch.autograd.grad(twice.square().sum(), inputs, create_graph=True)
     for one, two in zip(found, torch.autograd.grad(plain.square().sum(), inputs), strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_used_twice_under_autocast_it_is_torchs_without_its_cache(kind: str) -> None:
+    """torch's cache adds the gradients of both uses up in the short type; here each is cast to the parameter's."""
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8) if kind == "linear" else nn.Conv2d(8, 8, 3, padding=1)
+    original = nn.Sequential(module, nn.Tanh())
+    lean = copy.deepcopy(original)
+    gs.layers.convert(lean)
+    x = torch.randn(4, 8) if kind == "linear" else torch.randn(4, 8, 5, 5)
+
+    def twice(model: nn.Module, cache: bool) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            output = model(model(x))
+        return list(torch.autograd.grad(output.float().square().sum(), list(model.parameters())))
+
+    for cache in (False, True):
+        assert all(map(torch.equal, twice(lean, cache), twice(original, False)))
+    assert not all(map(torch.equal, twice(original, True), twice(original, False)))
 
 
 @pytest.mark.parametrize("saves", ["output", "mask"])

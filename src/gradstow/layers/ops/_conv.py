@@ -124,13 +124,13 @@ class _Convolution(torch.autograd.Function):
         z = run_convolution(x, weight, bias, geometry, dtype)
         ctx.geometry, ctx.act, ctx.way, ctx.dtype, ctx.stride = geometry, act, way, dtype, z.stride()
         y, kept = epilogue.activate_and_keep(z, act, way)
-        for_x, for_weight, _ = ctx.needs_input_grad[:3]
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         again = way == "input"
         keeps_x = for_weight or again
         ctx.layout = None if keeps_x else (x.shape, torch.empty_like(x, device="meta").stride())
         ctx.save_for_backward(
             x if keeps_x else None,
-            weight if for_x or for_weight or again else None,
+            weight if for_x or for_weight or for_bias or again else None,
             bias if again else None,
             kept,
         )
@@ -153,10 +153,9 @@ class _Convolution(torch.autograd.Function):
                 g = epilogue.gradient_from_bits(g, kept, ctx.stride, ctx.act)
             elif ctx.way == "output":
                 g = epilogue.gradient_from_output(g, kept, ctx.act)
-            if not needed[0] and not needed[1]:
-                return None, None, g.sum([d for d in range(g.dim()) if d != 1]), *nothing
             if x is None:
-                # the kernel reads only its sizes and layout: without the weight's gradient the numbers are not used
+                # Without the weight's gradient the numbers are not used, only sizes and layout. Where the bias alone
+                # needs one, torch's kernel makes the weight's on the way, and sums up in another order than ``sum``.
                 x = g.new_empty_strided(*ctx.layout)
             return *convolution_gradients(g, x, weight, ctx.geometry, ctx.dtype, needed), *nothing
 

@@ -95,7 +95,8 @@ _FORMULAS = {
         "input",
     ),
     "elu": _Formulas(
-        lambda z, a, b: aten.elu_.default(z, a) if a >= 0 else aten.elu.default(z, a),
+        # in place autograd takes another formula, from the output, which rounds otherwise
+        lambda z, a, b: aten.elu_.default(z, a) if a >= 0 and not z.requires_grad else aten.elu.default(z, a),
         lambda g, kept, a, b: aten.elu_backward.default(g, a, 1.0, 1.0, False, kept),
         "input",
     ),
