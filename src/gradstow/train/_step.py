@@ -104,6 +104,9 @@ class TrainStep:
     buffers and random streams as they were before it, without gradients; Python attributes that the forward changed are
     not put back. Inside ``optimizer.step`` that holds where nothing had been written (its state did not fit); else the
     error has a note. Ctrl-C inside ``optimizer.step`` comes just after it: then the step counts.
+    A buffer of more than a mebibyte is put back only where its version counter tells that forwards write it, from the
+    second time on; the first time the error has a note. A forward that writes such a buffer through ``.data`` alone
+    moves no counter: neither is it put back then, nor is there a note.
 
     Memory: beside the budget a copy of small buffers and of those that the forward writes. Never a copy of weights.
 
