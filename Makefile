@@ -12,7 +12,7 @@ export MALLOC_MMAP_THRESHOLD_ := 1048576
 export MALLOC_TRIM_THRESHOLD_ := 1048576
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check format bench zoo gpu clean
+.PHONY: help demo test coverage check format docs bench zoo gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -38,6 +38,9 @@ format: $(READY) ## sort imports, fix what can be fixed, format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(READY) ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
 bench: $(READY) ## table of step peaks and times, planned against plain
 	$(BIN)/python benchmarks/step_table.py
 
@@ -51,7 +54,7 @@ gpu: $(READY) ## all tests and the table on a CUDA device; fails where there is 
 	$(BIN)/python benchmarks/step_table.py --device cuda
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv build dist .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
