@@ -269,6 +269,16 @@ def test_figures_that_are_not_measured_are_seen() -> None:
     assert unmeasured("In `step_table.csv` it is 562.7 and 562.8.") == ["['step_table.csv']: 562.8"]
 
 
+def test_the_zoo_is_counted() -> None:
+    text = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    said = re.search(r"trains (\d+) models .*\s(\d+) are equal and within", text, re.S)
+    with (RESULTS / "zoo.csv").open(newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    good = [row for row in rows if row["equal"] == row["within"] == "yes"]
+    assert said
+    assert said.groups() == (str(len(rows)), str(len(good))), "docs/limits.md, the last section"
+
+
 # ----------------------------------------------------------------------------------------- site
 
 
