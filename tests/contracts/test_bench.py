@@ -26,7 +26,7 @@ from gradstow.cli._versions import VERSIONS, versions
 from gradstow.cli.bench import alexnet, batch_size, strategies, transformer
 from gradstow.cli.bench._contest import Contest, Way, planned
 from gradstow.cli.bench._flops import counted_flops, matmul_peak
-from gradstow.cli.bench._table import Column, Table
+from gradstow.cli.bench._table import Column, Table, data_name
 
 TINY_GPT = "transformers:gpt2,n_layer=1,n_embd=16,n_head=2,vocab_size=256,attn_pdrop=0.0"
 COMMANDS = {"alexnet": alexnet, "batch-size": batch_size, "strategies": strategies, "transformer": transformer}
@@ -177,6 +177,11 @@ def test_flops_are_counted_with_the_backward() -> None:
     assert counted_flops(lambda: torch.randn(8, 16) @ weight) == product
     assert counted_flops(lambda: (torch.randn(8, 16) @ weight).sum().backward()) == 2 * product
     assert matmul_peak(side=64, rounds=2) > 1e6
+
+
+def test_a_folder_is_named_without_the_way_there(tmp_path: Path) -> None:
+    assert data_name("mnist") == "mnist"
+    assert data_name(str(tmp_path / "images") + "/") == "images"
 
 
 # ------------------------------------------------------------------------------------------------ the commands

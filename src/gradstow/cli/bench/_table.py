@@ -138,6 +138,11 @@ def check_counts(**counts: int) -> None:
             raise InputError(f"--{name} {value} measures nothing. Give at least {least}.")
 
 
+def data_name(text: str) -> str:
+    """A set's name, or a folder's without the way there, which is of one machine only."""
+    return Path(text).resolve().name
+
+
 def refusal(error: BudgetTooSmall) -> str:
     """Why a row has no numbers, short enough for a table."""
     text = str(error)

@@ -25,6 +25,7 @@ from gradstow.cli.bench._table import (
     Table,
     check_counts,
     check_writable,
+    data_name,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _contest(batch: int, image: int, data: str | None, steps: int, rounds: int, 
         steps=steps,
         rounds=rounds,
     )
-    return contest, samples.name
+    return contest, data_name(samples.name)
 
 
 def _loss(output: Any, pair: Any) -> Any:

@@ -14,7 +14,18 @@ from gradstow.cli._input import InputError
 from gradstow.cli._options import AsJson, Image
 from gradstow.cli._output import Meter, results
 from gradstow.cli._train_options import OPTIMIZERS, training_optimizer
-from gradstow.cli.bench._table import ACCURACY, STEP_PEAK, Column, Csv, Row, Table, check_counts, check_writable, share
+from gradstow.cli.bench._table import (
+    ACCURACY,
+    STEP_PEAK,
+    Column,
+    Csv,
+    Row,
+    Table,
+    check_counts,
+    check_writable,
+    data_name,
+    share,
+)
 
 if TYPE_CHECKING:
     from gradstow.cli._trained import Job
@@ -100,8 +111,9 @@ def batch_size(
         name = data or _usual_pictures()
         rate = {**OPTIMIZERS, **_RATES}[optimizer] if lr is None else lr
         setting = _Setting(_maker(model, name, image, seed), optimizer, rate, rule, sizes[0], epochs, steps, seed)
-        settings = {"model": model, "data": name, "base_batch": sizes[0], "optimizer": optimizer, "epochs": epochs}
-        about = f"{model} on {name}, {optimizer}; scaled: {rule} from batch {sizes[0]}, one epoch of warm-up"
+        shown = data_name(name)
+        settings = {"model": model, "data": shown, "base_batch": sizes[0], "optimizer": optimizer, "epochs": epochs}
+        about = f"{model} on {shown}, {optimizer}; scaled: {rule} from batch {sizes[0]}, one epoch of warm-up"
         table = Table("batch-size", about, COLUMNS, settings)
         with Meter() as meter:
             table.rows, peak = _rows(setting, sizes, meter)

@@ -27,6 +27,7 @@ from gradstow.cli.bench._table import (
     Table,
     check_counts,
     check_writable,
+    data_name,
 )
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _contest(data: str | None, batch: int, image: int, steps: int, rounds: int, 
         rounds=rounds,
         judge=lambda model: judged(model, samples, lambda pair: pair, mean_loss)[1],
     )
-    return contest, samples.name
+    return contest, data_name(samples.name)
 
 
 def _ways(budgets: list[str], seed: int) -> list[Way]:
