@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gradstow._errors import GradstowError
+from gradstow.layers.ops import _bits
 from gradstow.layers.ops import triton as kernels
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -32,18 +33,6 @@ _BLOCK_ELEMENTS = 1 << 21  # of float32 logits that are worked on at once: they 
 _SLAB = 8192  # classes whose weight gradient is added up at once where the product's type is short
 
 _OPTIONS = "Tensor? class_weight, int ignore_index, float smoothing, float z, int chunk, ScalarType dtype"
-_LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
-_LIBRARY.define(
-    f"linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "linear_cross_entropy_backward(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor factor, "
-    f"{_OPTIONS}, bool[] needed) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "linear_cross_entropy_both(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor factor, "
-    f"{_OPTIONS}, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def statistics_type(dtype: torch.dtype) -> torch.dtype:
@@ -270,17 +259,7 @@ def _put(logits: torch.Tensor, block: torch.Tensor) -> None:
         logits.copy_(block)
 
 
-_OPERATORS = {
-    "linear_cross_entropy": _forward,
-    "linear_cross_entropy_backward": _backward,
-    "linear_cross_entropy_both": _both,
-}
-for _name, _function in _OPERATORS.items():
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("gradstow::linear_cross_entropy", lib=_LIBRARY)
-def _(x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, *options: Any) -> Any:
+def _fake_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, *options: Any) -> Any:
     per_token = x.new_empty(target.numel(), dtype=statistics_type(options[-1]))
     return per_token, torch.empty_like(per_token)
 
@@ -294,17 +273,29 @@ def _fake_gradients(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     )
 
 
-@torch.library.register_fake("gradstow::linear_cross_entropy_backward", lib=_LIBRARY)
-def _(x: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Any) -> Any:
+def _fake_backward(x: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Any) -> Any:
     return _fake_gradients(x, weight, bias, options[-1])
 
 
-@torch.library.register_fake("gradstow::linear_cross_entropy_both", lib=_LIBRARY)
-def _(x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, *options: Any) -> Any:
+def _fake_both(x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, *options: Any) -> Any:
     losses = x.new_empty(target.numel(), dtype=statistics_type(options[-2]))
     return losses, *_fake_gradients(x, weight, bias, options[-1])
 
 
-chunked_losses = torch.ops.gradstow.linear_cross_entropy.default
-chunked_gradients = torch.ops.gradstow.linear_cross_entropy_backward.default
-losses_and_gradients = torch.ops.gradstow.linear_cross_entropy_both.default
+chunked_losses = _bits.register(
+    f"linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+chunked_gradients = _bits.register(
+    "linear_cross_entropy_backward(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor factor, "
+    f"{_OPTIONS}, bool[] needed) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+losses_and_gradients = _bits.register(
+    "linear_cross_entropy_both(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor factor, "
+    f"{_OPTIONS}, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor)",
+    _both,
+    _fake_both,
+)

@@ -14,16 +14,6 @@ from gradstow.layers.ops import _invertible as invertible
 from gradstow.layers.ops._again import differentiable_again
 from gradstow.layers.ops._layer_norm import Found, empty_results, is_short, row_chunks, wide, widened_by_autocast
 
-_LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
-_LIBRARY.define(
-    "group_norm_wide(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "group_norm_backward(Tensor g, Tensor kept, int groups, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, "
-    "ScalarType dtype, bool[] needed) -> (Tensor, Tensor, Tensor)"
-)
-
 
 def group_norm(
     x: torch.Tensor,
@@ -108,7 +98,7 @@ def _forward(
     mixed = weight is not None and weight.dtype != x.dtype
     if widened or (x.device.type != "cpu" and (is_short(x.dtype) or mixed)):
         dtype = torch.float32 if widened and is_short(x.dtype) else x.dtype
-        return torch.ops.gradstow.group_norm_wide.default(x, groups, weight, bias, eps, dtype)
+        return group_norm_wide(x, groups, weight, bias, eps, dtype)
     x = as_torch_reads(x)
     weight, bias = _weight(x, weight), wide(bias)
     return torch.ops.aten.native_group_norm.default(x, weight, bias, *_sizes(x), groups, eps)
@@ -240,16 +230,21 @@ def _backward(
     return results
 
 
-_LIBRARY.impl("group_norm_wide", _wide, "CompositeExplicitAutograd")
-_LIBRARY.impl("group_norm_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("gradstow::group_norm_wide", _fake_wide, lib=_LIBRARY)
-
-
-@torch.library.register_fake("gradstow::group_norm_backward", lib=_LIBRARY)
-def _(
+def _fake_backward(
     g: Any, kept: torch.Tensor, groups: Any, mean: Any, rstd: Any, weight: Any, bias: Any, dtype: Any, needed: Any
 ) -> Any:
     return empty_results(kept, weight, bias, dtype, needed)
 
 
-group_norm_backward = torch.ops.gradstow.group_norm_backward.default
+group_norm_wide = _bits.register(
+    "group_norm_wide(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+    _wide,
+    _fake_wide,
+)
+group_norm_backward = _bits.register(
+    "group_norm_backward(Tensor g, Tensor kept, int groups, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, "
+    "ScalarType dtype, bool[] needed) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)

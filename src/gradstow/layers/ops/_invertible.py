@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from gradstow._errors import GradstowError, PolicyError
+from gradstow.layers.ops import _bits
 
 _SAVES = ("input", "output")
 # largest |bias / weight|: the part of the output that says nothing of the input, and whose rounding error stays
 _LIMITS = {torch.bfloat16: 8.0, torch.float16: 64.0, torch.float32: 1024.0, torch.float64: 2.0**20}
-
-_LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
-_LIBRARY.define("checked_invertible(Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype) -> Tensor")
 
 
 class InvertibleError(GradstowError, ValueError):
@@ -61,12 +57,8 @@ def _checked(
     return rstd.clone()  # an operator must not return what it was given
 
 
-_LIBRARY.impl("checked_invertible", _checked, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("gradstow::checked_invertible", lib=_LIBRARY)
-def _(rstd: torch.Tensor, weight: Any, bias: Any, dtype: Any) -> torch.Tensor:
-    return torch.empty_like(rstd)
-
-
-checked = torch.ops.gradstow.checked_invertible.default
+checked = _bits.register(
+    "checked_invertible(Tensor rstd, Tensor? weight, Tensor? bias, ScalarType dtype) -> Tensor",
+    _checked,
+    lambda rstd, *_: torch.empty_like(rstd),
+)

@@ -18,15 +18,6 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _CHUNK = {"cpu": 1 << 19}  # elements that are float32 at a time; more where starting an op costs more
 
-_LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
-_LIBRARY.define(
-    "layer_norm_backward(Tensor g, Tensor kept, SymInt[] shape, Tensor? mean, Tensor rstd, Tensor? weight, "
-    "Tensor? bias, ScalarType dtype, bool[] needed) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "layer_norm_kernel(Tensor x, SymInt[] shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"
-)
-
 
 def layer_norm(
     x: torch.Tensor,
@@ -116,7 +107,7 @@ def _forward(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> Found:
     if kernels.wanted("layer_norm", x) and x.numel():
-        return torch.ops.gradstow.layer_norm_kernel(x, shape, weight, bias, eps)
+        return layer_norm_kernel(x, shape, weight, bias, eps)
     if x.device.type == "cpu" and is_short(x.dtype):
         # the kernel keeps its statistics in the type of the weights; its result is the same
         weight = torch.ones(shape, dtype=torch.float32, device=x.device) if weight is None else weight
@@ -205,12 +196,7 @@ def _kernel(
     return kernels.layer_norm_forward(x, shape, weight, bias, eps)
 
 
-_LIBRARY.impl("layer_norm_backward", _backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("layer_norm_kernel", _kernel, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("gradstow::layer_norm_backward", lib=_LIBRARY)
-def _(
+def _fake_backward(
     g: torch.Tensor,
     kept: torch.Tensor,
     shape: Any,
@@ -224,8 +210,7 @@ def _(
     return empty_results(kept, weight, bias, dtype, needed)
 
 
-@torch.library.register_fake("gradstow::layer_norm_kernel", lib=_LIBRARY)
-def _(x: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: Any) -> Any:
+def _fake_kernel(x: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: Any) -> Any:
     statistic = x.new_empty(
         (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)),
         dtype=torch.float64 if x.dtype == torch.float64 else torch.float32,
@@ -233,4 +218,14 @@ def _(x: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: Any) -> Any:
     return x.new_empty(x.shape), statistic, torch.empty_like(statistic)
 
 
-layer_norm_backward = torch.ops.gradstow.layer_norm_backward.default
+layer_norm_backward = _bits.register(
+    "layer_norm_backward(Tensor g, Tensor kept, SymInt[] shape, Tensor? mean, Tensor rstd, Tensor? weight, "
+    "Tensor? bias, ScalarType dtype, bool[] needed) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+layer_norm_kernel = _bits.register(
+    "layer_norm_kernel(Tensor x, SymInt[] shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
+    _kernel,
+    _fake_kernel,
+)

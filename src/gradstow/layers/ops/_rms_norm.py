@@ -14,12 +14,6 @@ from gradstow.layers.ops import _invertible as invertible
 from gradstow.layers.ops._again import differentiable_again
 from gradstow.layers.ops._layer_norm import empty_results, row_chunks, wide, widened_by_autocast
 
-_LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
-_LIBRARY.define(
-    "rms_norm_backward(Tensor g, Tensor kept, Tensor rstd, Tensor? weight, bool from_output, ScalarType dtype, "
-    "bool[] needed) -> (Tensor, Tensor)"
-)
-
 
 def rms_norm(
     x: torch.Tensor,
@@ -138,12 +132,15 @@ def _backward(
     return dx, dw
 
 
-_LIBRARY.impl("rms_norm_backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("gradstow::rms_norm_backward", lib=_LIBRARY)
-def _(g: torch.Tensor, kept: torch.Tensor, rstd: Any, weight: Any, from_output: Any, dtype: Any, needed: Any) -> Any:
+def _fake_backward(
+    g: torch.Tensor, kept: torch.Tensor, rstd: Any, weight: Any, from_output: Any, dtype: Any, needed: Any
+) -> Any:
     return empty_results(kept, weight, None, dtype, (*needed, False))[:2]
 
 
-rms_norm_backward = torch.ops.gradstow.rms_norm_backward.default
+rms_norm_backward = _bits.register(
+    "rms_norm_backward(Tensor g, Tensor kept, Tensor rstd, Tensor? weight, bool from_output, ScalarType dtype, "
+    "bool[] needed) -> (Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
