@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import gradstow
 from documents import (
     ROOT,
@@ -72,6 +74,7 @@ def unknown_names(code: str) -> set[str]:
     return taken - set(gradstow.__all__)
 
 
+@pytest.mark.slow  # plans, verifies and trains about twenty times, in one process
 def test_python_runs(tmp_path: Path) -> None:
     """And the shell lines that are marked so: from a file of one's own to a verified plan."""
     pages = {page: found for page, text in every_page().items() if (found := steps(text))}
