@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from gradstow._errors import GradstowError
+from gradstow.layers.ops import _bits
 from gradstow.layers.ops._again import differentiable_again
 from gradstow.layers.ops._attention_chunks import (
     Options,
@@ -27,17 +28,8 @@ from gradstow.layers.ops._attention_chunks import (
 
 Tensor = torch.Tensor
 
-_LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
 _COMMON = "Tensor query, Tensor key, Tensor value, Tensor? mask"
 _OPTIONS = "float dropout, bool causal, float scale, int chunk"
-_LIBRARY.define(f"attention({_COMMON}, Tensor? seed, {_OPTIONS}) -> Tensor")
-_LIBRARY.define(
-    f"attention_backward(Tensor gradient, {_COMMON}, Tensor? seed, {_OPTIONS}, bool[] needed) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    f"choose_attention({_COMMON}, float dropout, bool causal, float? scale, bool gqa, int? chunk) -> Tensor"
-)
 
 
 def attention(
@@ -217,9 +209,17 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return *(x if need else None for x, need in zip(found, needed, strict=True)), *[None] * (1 + len(ctx.options))
 
 
-_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
-_LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("choose_attention", _choose, "CompositeImplicitAutograd")
-torch.library.register_fake("gradstow::attention", lambda q, k, v, *_: empty_output(q, k, v), lib=_LIBRARY)
-torch.library.register_fake("gradstow::attention_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd("gradstow::attention", _gradients, setup_context=_keep, lib=_LIBRARY)
+_bits.register(
+    f"attention({_COMMON}, Tensor? seed, {_OPTIONS}) -> Tensor", _attention, lambda q, k, v, *_: empty_output(q, k, v)
+)
+_bits.register(
+    f"attention_backward(Tensor gradient, {_COMMON}, Tensor? seed, {_OPTIONS}, bool[] needed) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _fake_backward,
+)
+torch.library.register_autograd("gradstow::attention", _gradients, setup_context=_keep, lib=_bits.LIBRARY)
+_bits.LIBRARY.define(
+    f"choose_attention({_COMMON}, float dropout, bool causal, float? scale, bool gqa, int? chunk) -> Tensor"
+)
+_bits.LIBRARY.impl("choose_attention", _choose, "CompositeImplicitAutograd")

@@ -16,13 +16,11 @@ import torch
 from torch.nn import functional as F
 
 from gradstow._errors import GradstowError
+from gradstow.layers.ops import _bits
 
 Tensor = torch.Tensor
 STREAMS = 4
 BLOCK = 1024
-
-_LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
-_LIBRARY.define("blocked_product(Tensor left, Tensor right, Tensor? bias, int block) -> Tensor")
 
 
 def blocked_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, block: int = BLOCK) -> Tensor:
@@ -166,8 +164,9 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return of_left, of_right, gradient.sum(0) if needed[2] else None, None
 
 
-_LIBRARY.impl("blocked_product", _product, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "gradstow::blocked_product", lambda x, y, *_: x.new_empty((x.shape[0], y.shape[1])), lib=_LIBRARY
+_bits.register(
+    "blocked_product(Tensor left, Tensor right, Tensor? bias, int block) -> Tensor",
+    _product,
+    lambda x, y, *_: x.new_empty((x.shape[0], y.shape[1])),
 )
-torch.library.register_autograd("gradstow::blocked_product", _gradients, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd("gradstow::blocked_product", _gradients, setup_context=_keep, lib=_bits.LIBRARY)
