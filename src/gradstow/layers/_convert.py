@@ -114,9 +114,10 @@ def _unknown(one: Chosen, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
+    """As ``gs.plan`` calls it."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch)
 
 
 def _saves_of(model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Saves:

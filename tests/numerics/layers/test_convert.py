@@ -293,3 +293,16 @@ def test_nothing_is_left_of_the_copies_that_ran() -> None:
     gc.collect()
     assert len(gone) >= 2
     assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_the_model_is_called_as_gs_plan_calls_it() -> None:
+    class OfThree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, three: Any) -> torch.Tensor:
+            return sum(self.act(x) for x in three)
+
+    batch = tuple(torch.randn(4, 4, requires_grad=True) for _ in range(3))
+    assert gs.layers.convert(OfThree(), batch=batch).saved_before == 3 * 4 * 16, "three inputs, not a pair's first"
