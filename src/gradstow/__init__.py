@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradstow import errors, layers, train
-    from gradstow._api import frontier, plain, plan, stow, unstow, verify
+    from gradstow._api import frontier, plain, plan, profile, stow, unstow, verify
     from gradstow._plan import Plan
     from gradstow.cost import measure_peak
     from gradstow.planner import Policy
@@ -32,6 +32,7 @@ __all__ = [
     "measure_peak",
     "plain",
     "plan",
+    "profile",
     "stow",
     "train",
     "unstow",
@@ -47,6 +48,7 @@ _HOMES = {
     "measure_peak": "gradstow.cost",
     "plain": "gradstow._api",
     "plan": "gradstow._api",
+    "profile": "gradstow._api",
     "stow": "gradstow._api",
     "unstow": "gradstow._api",
     "verify": "gradstow._api",

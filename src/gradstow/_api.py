@@ -12,6 +12,7 @@ from gradstow._errors import CaptureError, GradstowError, PolicyError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
 from gradstow._planning import capture_step, plan_frontier, plan_step, users_errors
+from gradstow._profile import Profile, measure_steps, named_weights
 from gradstow._stow import MAX_PLANS, check_alone, plain, stow_model, unstow_model
 from gradstow._verify import Proof, Verification
 from gradstow._wanted import ACTIONS, LossyLike, PolicyLike, Progress, Wanted
@@ -173,6 +174,55 @@ def frontier(
     return Frontier(tuple(plans), proven)
 
 
+def profile(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    budget: int | str | None = None,
+    measure: bool = False,
+    points: int = 0,
+    policy: PolicyLike = "auto",
+    effort: str | Effort = "normal",
+    device: str | None = None,
+    forward: Forward | None = None,
+    keep_output: bool = True,
+    progress: Progress | None = None,
+    actions: Sequence[str] = ACTIONS,
+    lossy: LossyLike = None,
+    offload: str | None = None,
+) -> Profile:
+    """Where the memory of one training step goes: at its peak and over time, by part, module, op, line and tensor.
+
+    Nothing is allocated but one op's tensors at a time, unless ``measure`` asks for real steps.
+
+    Args: as for ``plan``.
+        budget: shows the step before and after planning; None shows plain PyTorch's alone.
+        measure: also run two steps of a copy of the model, plain and with a budget planned, and put their measured
+            peaks, and what autograd really saves per module, beside what is predicted.
+        points: also plan for this many budgets, for the page's frontier; 0 for none.
+
+    Returns:
+        A profile: print it, or write it with ``save_html``, ``save_trace``, ``save_picture``.
+
+    Raises:
+        BudgetError, BudgetTooSmall, CaptureError, PolicyError.
+    """
+    asked: dict[str, Any] = {"policy": policy, "actions": actions, "lossy": lossy, "offload": offload}
+    same: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "forward": forward, "keep_output": keep_output}
+    if measure and device is not None:
+        raise GradstowError(f"steps for {device!r} cannot be measured here. Leave away measure= or device=.")
+    made = plan(model, batch, budget=budget, effort=effort, device=device, progress=progress, **asked, **same)
+    curve = frontier(model, batch, points=points, progress=progress, **asked, **same) if points else None
+    weights = named_weights(model, batch)
+    measured = {}
+    if measure:
+        call = forward or default_forward(batch)
+        measured = measure_steps(made, model, batch, call, loss, optimizer, keep_output)
+    return Profile(made, weights, measured, curve)
+
+
 def verify(
     model: torch.nn.Module,
     batch: Any,
@@ -235,4 +285,4 @@ def default_forward(batch: Any) -> Forward:
     return lambda model, item: model(item)
 
 
-__all__ = ["Frontier", "Verification", "frontier", "plain", "plan", "stow", "unstow", "verify"]
+__all__ = ["Frontier", "Profile", "Verification", "frontier", "plain", "plan", "profile", "stow", "unstow", "verify"]

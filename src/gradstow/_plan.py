@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from functools import cached_property
 from pathlib import Path
 
-from gradstow._errors import GradstowError, StalePlan
+from gradstow._errors import StalePlan
+from gradstow._files import write_text
 from gradstow.ir import PlanData
 from gradstow.planner import smallest_peak
 from gradstow.report import Row, plan_rows, plan_text
@@ -44,19 +44,7 @@ class Plan(PlanData):
         Raises:
             GradstowError: the file cannot be written; what was there before still is.
         """
-        target = Path(os.path.realpath(path))  # a link stays a link
-        if target.exists() and not target.is_file():
-            raise GradstowError(f"the plan cannot be written to {path}: it is not a file. Choose another place.")
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            temporary.write_text(self.dumps(), encoding="utf-8")
-            os.replace(temporary, target)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise GradstowError(f"the plan cannot be written to {path}: {why}. Choose another place.") from error
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        write_text(path, self.dumps(), "the plan")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -17,7 +17,7 @@ import torch
 from gradstow._errors import GradstowError
 from gradstow._plan import Plan
 from gradstow._stow import is_stowed, plan_of, stow_model, unstow_model
-from gradstow._units import format_bytes, parse_budget
+from gradstow._units import format_bytes
 from gradstow._wanted import Progress, Wanted
 from gradstow.capture import check_loss, find_loss, same_randomness
 from gradstow.cost import measure_peak
@@ -108,7 +108,8 @@ class Verification:
 class Trainee:
     """One copy of the model with its optimizer and a way to run a step.
 
-    ``micro_batches``: how often the gradients of a step are added up, each time of the whole batch.
+    ``micro_batches``: how often the gradients of a step are added up, each time of the whole batch. ``keep_output``:
+    the loop still holds the model's output while the backward runs.
     """
 
     model: torch.nn.Module
@@ -117,6 +118,7 @@ class Trainee:
     loss: Loss | None
     batch: Any
     micro_batches: int = 1
+    keep_output: bool = False
 
     def step(self) -> torch.Tensor:
         """The whole step: zero_grad, and all its micro-batches."""
@@ -130,17 +132,18 @@ class Trainee:
             self.finish()
 
     def finish(self) -> torch.Tensor:
-        """One micro-batch: forward, loss, backward; the output is dropped before the backward."""
-        loss = self._loss()
+        """One micro-batch: forward, loss, backward; without ``keep_output`` the output is dropped before the latter."""
+        loss, _output = self.loss_of_forward()
         loss.backward()
         return loss.detach()
 
-    def _loss(self) -> torch.Tensor:
+    def loss_of_forward(self) -> tuple[torch.Tensor, Any]:
+        """The loss, and the output where the loop keeps it."""
         output = self.call(self.model, self.batch)
         loss = find_loss(output) if self.loss is None else self.loss(output, self.batch)
         check_loss(loss)
         assert loss is not None
-        return loss
+        return loss, output if self.keep_output else None
 
     def train(self, steps: int, progress: Callable[[int], None]) -> list[tuple[str, str]]:
         """(name, digest) of everything that must be equal, in order."""
@@ -191,11 +194,7 @@ class Proof:
 
     def trainee(self) -> Trainee:
         """A fresh copy of the model with a fresh copy of the optimizer."""
-        twin, optimizer = copy.deepcopy((self.model, self.optimizer))
-        twin.train()
-        if optimizer is None:
-            trainable = [p for p in twin.parameters() if p.requires_grad]
-            optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
+        twin, optimizer = twins(self.model, self.optimizer)
         return Trainee(twin, optimizer, self.call, self.loss, self.batch, self.micro_batches)
 
     def check(self, plan: Plan, rounds: int = 5, inspect: Callable[[Trainee], None] | None = None) -> Verification:
@@ -242,7 +241,7 @@ class Proof:
             plain_peak_bytes=self.plain_peak_bytes,
             measured_peak_bytes=measured,
             predicted_peak_bytes=plan.predicted_step_peak_bytes,
-            budget_bytes=step_budget_of(plan),
+            budget_bytes=plan.step_budget_bytes,
             time_ratio=statistics.median(ratios),
             time_ratio_interval=median_interval(ratios),
             rerun_ops=plan.rerun_ops,
@@ -266,21 +265,22 @@ class Proof:
         return (apart / whole) ** 0.5 if whole else float(apart > 0)
 
 
+def twins(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A copy of the model that trains, and one of its optimizer: SGD with momentum where there is none."""
+    twin, own = copy.deepcopy((model, optimizer))
+    twin.train()
+    if own is None:
+        own = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    return twin, own
+
+
 def seed(number: int) -> None:
     """Start the random streams of Python, NumPy and torch: some models mask with NumPy, or skip layers."""
     torch.manual_seed(_SEED + number)
     random.seed(_SEED + number)
     np.random.seed(_SEED + number)
-
-
-def step_budget_of(plan: Plan) -> int | None:
-    """The plan's budget as bytes for the step, above what is resident."""
-    if not plan.budget:
-        return None
-    budget = parse_budget(plan.budget)
-    if budget.percent is not None:
-        return int(budget.percent / 100 * plan.plain_step_peak_bytes)
-    return None if budget.total_bytes is None else budget.total_bytes - plan.resident_bytes
 
 
 def compare(expected: list[tuple[str, str]], got: list[tuple[str, str]]) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ def test_what_is_alive_at_the_peak() -> None:
     timeline = replay(graph, plan(graph), costs_of(graph))
     assert timeline.peak_index == 3
     alive = storages_of(graph.regions[0], "relu", "t", "bg")
-    assert set(timeline.live_at_peak) == {(0, s) for s in alive}
+    assert {(life.region, life.storage) for life in timeline.alive(3)} == {(0, s) for s in alive}
 
 
 def test_the_peak_counts_the_new_output() -> None:

@@ -50,15 +50,16 @@ def test_larger_graphs(seed: int) -> None:
 
 
 @given(graphs_and_costs(regions=4), st.integers(0, 2**32))
-def test_what_is_alive_at_the_peak_adds_up(drawn: tuple[StepGraph, CostTable], seed: int) -> None:
+def test_what_is_alive_at_each_moment_adds_up(drawn: tuple[StepGraph, CostTable], seed: int) -> None:
     graph, costs = drawn
     timeline = replay(graph, random_schedule(graph, random.Random(seed), reuse=True), costs)
     assume(timeline.moments)
     during = [m.during_bytes for m in timeline.moments]
     assert timeline.peak_index == during.index(max(during))
-    alive = [graph.regions[r].storages[s] for r, s in timeline.live_at_peak]
-    counted = graph.outside_bytes + sum(s.nbytes for s in alive if s.kind is not StorageKind.RESIDENT)
-    assert counted == timeline.moments[timeline.peak_index].after_bytes
+    for index, moment in enumerate(timeline.moments):
+        alive = [graph.regions[life.region].storages[life.storage] for life in timeline.alive(index)]
+        assert all(s.kind is not StorageKind.RESIDENT and s.origin is None for s in alive)
+        assert graph.outside_bytes + sum(s.nbytes for s in alive) == moment.after_bytes
 
 
 @given(graphs_and_costs(regions=4), st.integers(0, 2**32), st.booleans())

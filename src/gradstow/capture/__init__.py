@@ -29,6 +29,7 @@ from gradstow.capture._model import (
     device_of,
     existing_gradients,
     resident_bytes,
+    resident_items,
     stand_in,
     weights_signature,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "overwriting_call",
     "rerun_call",
     "resident_bytes",
+    "resident_items",
     "restrided",
     "same_randomness",
     "see",

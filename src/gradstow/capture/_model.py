@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,25 +64,30 @@ def applied_gradients(model: torch.nn.Module) -> dict[int, int]:
     return {i: nbytes for i, nbytes in found if nbytes >= 0}
 
 
-def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
-    """What the model and the batch hold, each storage once, in bytes."""
+def resident_items(model: torch.nn.Module, batch: Any, device: str) -> list[tuple[str, str, int]]:
+    """(part, name, bytes) of what the model and the batch hold, each storage once, under its first name."""
     seen: set[int] = set()
+    found: list[tuple[str, str, int]] = []
 
-    def count(items: Any) -> int:
-        total = 0
-        for tensor in items:
-            for part in _strided(tensor):
-                if part.device.type == device:
-                    total += 0 if storage_key(part) in seen else part.untyped_storage().nbytes()
-                    seen.add(storage_key(part))
-        return total
+    def count(part: str, items: Iterable[tuple[str, Any]]) -> None:
+        for name, tensor in items:
+            new = [t for t in _strided(tensor) if t.device.type == device and storage_key(t) not in seen]
+            seen.update(storage_key(t) for t in new)
+            found.append((part, name, sum({storage_key(t): t.untyped_storage().nbytes() for t in new}.values())))
 
-    return Resident(
-        parameters=count(model.parameters()),
-        buffers=count(model.buffers()),
-        gradients=count(p.grad for p in model.parameters()),
-        batch=count(tensors(batch)),
-    )
+    count("parameters", model.named_parameters())
+    count("buffers", model.named_buffers())
+    count("gradients", ((name, p.grad) for name, p in model.named_parameters()))
+    count("batch", ((f"batch tensor {i}", t) for i, t in enumerate(tensors(batch))))
+    return [item for item in found if item[2]]
+
+
+def resident_bytes(model: torch.nn.Module, batch: Any, device: str) -> Resident:
+    """The same by parts."""
+    parts = Counter[str]()
+    for part, _, nbytes in resident_items(model, batch, device):
+        parts[part] += nbytes
+    return Resident(**parts)
 
 
 def _strided(item: Any) -> tuple[torch.Tensor, ...]:

@@ -7,14 +7,9 @@ import sys
 import typer
 
 from gradstow._errors import BudgetError, GradstowError, PolicyError, StalePlan
+from gradstow.cli import demo, frontier, max_batch, plan, profile, train, verify
 from gradstow.cli._input import InputError
 from gradstow.cli.bench._group import bench
-from gradstow.cli.demo import demo
-from gradstow.cli.frontier import frontier
-from gradstow.cli.max_batch import max_batch
-from gradstow.cli.plan import plan
-from gradstow.cli.train import train
-from gradstow.cli.verify import verify
 
 _BAD_INPUT = (BudgetError, PolicyError, StalePlan, InputError)
 _INTERRUPTED = 130
@@ -26,12 +21,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(demo)
-app.command()(plan)
-app.command()(frontier)
-app.command()(verify)
-app.command("max-batch")(max_batch)
-app.command()(train)
+app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
+app.command("profile", epilog=profile.EXAMPLE)(profile.profile)
+app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
+app.command("frontier", epilog=frontier.EXAMPLE)(frontier.frontier)
+app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
+app.command("max-batch", epilog=max_batch.EXAMPLE)(max_batch.max_batch)
+app.command("train", epilog=train.EXAMPLE)(train.train)
 app.add_typer(bench, name="bench")
 
 

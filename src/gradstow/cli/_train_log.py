@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradstow.cli._input import InputError
+from gradstow.cli._input import InputError, check_writable
 
 FIELDS = (
     "step", "epoch", "loss", "grad_norm", "clip_at", "skipped", "micro_batches", "peak_bytes", "seconds",
@@ -24,8 +24,7 @@ class TrainLog:
     def __init__(self, path: Path) -> None:
         if path.suffix not in (".csv", ".jsonl", ".ndjson"):
             raise InputError(f"the log {path} is neither .csv nor .jsonl. Give a name with one of these endings.")
-        if not path.absolute().parent.is_dir():
-            raise InputError(f"the log cannot be written to {path}: its folder does not exist.")
+        check_writable(path, "the log")
         self._path, self._csv = path, path.suffix == ".csv"
 
     def start(self, done: int) -> None:

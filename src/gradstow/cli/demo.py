@@ -18,9 +18,11 @@ from gradstow._units import format_bytes, parse_budget
 from gradstow.cli._demo_child import SMALL
 from gradstow.cli._demo_report import Demo, Setting
 from gradstow.cli._demo_run import Run, run_child
-from gradstow.cli._input import InputError
+from gradstow.cli._input import InputError, check_writable
 from gradstow.cli._options import AsJson
 from gradstow.cli._output import Meter, results
+
+EXAMPLE = "Example: gradstow demo --out demo.png"
 
 _NEEDED = ("torchvision", "mlxtend", "matplotlib")
 # Least room beside the training step's live bytes: the capture at the first step, the libraries' own
@@ -61,8 +63,7 @@ def _check(setting: Setting, out: Path) -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise InputError(f"the demo needs {', '.join(missing)}, not installed here. Run: pip install 'gradstow[demo]'")
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"the picture cannot be written to {out}: its folder does not exist.")
+    check_writable(out, "the picture")
     if setting.batch < 2 or setting.steps < 1:
         raise InputError("the demo needs a batch of at least 2 and at least 1 step.")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradstow.cli._input import InputError
+from gradstow.cli._input import InputError, check_writable
 from gradstow.cli._options import (
     AsJson,
     Attn,
@@ -24,6 +24,8 @@ from gradstow.cli._options import (
     policy_of,
 )
 from gradstow.cli._output import Meter, results
+
+EXAMPLE = "Example: gradstow frontier torchvision:resnet50 --batch 8 --out frontier.png"
 
 
 def frontier(
@@ -47,6 +49,7 @@ def frontier(
     with results(as_json) as emit:
         if points < 2:
             raise InputError(f"--points {points} makes no frontier. Give at least 2.")
+        check_writable(out, "the picture")
         made = build_target(target, batch, seq=seq, attn=attn, image=image)
         with Meter() as meter:
             meter("planning", 0, 0)

@@ -25,6 +25,8 @@ from gradstow.cli._options import (
 from gradstow.cli._output import Meter, results
 from gradstow.cli._train_options import Precision, check_precision
 
+EXAMPLE = "Example: gradstow max-batch torchvision:resnet18 --budget 4GiB"
+
 
 def max_batch(
     target: Text,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gradstow._units import parse_budget
-from gradstow.cli._input import InputError
+from gradstow.cli._input import check_writable
 from gradstow.cli._options import (
     AsJson,
     Attn,
@@ -26,6 +26,8 @@ from gradstow.cli._options import (
     policy_of,
 )
 from gradstow.cli._output import Meter, results
+
+EXAMPLE = "Example: gradstow plan torchvision:resnet50 --batch 8 --budget 60% --out plan.json"
 
 
 def plan(
@@ -53,8 +55,7 @@ def plan(
     with results(as_json) as emit:
         if budget is not None:
             parse_budget(budget)  # before anything takes time
-        if out is not None and not out.absolute().parent.is_dir():
-            raise InputError(f"the plan cannot be written to {out}: its folder does not exist.")
+        check_writable(out, "the plan")
         made = build_target(target, batch, seq=seq, attn=attn, image=image)
         with Meter() as meter:
             meter("planning", 0, 0)

@@ -13,6 +13,8 @@ from gradstow.cli._options import AsJson, Attn, Budget, Image, Seq
 from gradstow.cli._output import results
 from gradstow.cli._train_options import Precision, check_precision, micro_batch_of
 
+EXAMPLE = "Example: gradstow train mnist --budget 75% --epochs 1 --save run.pt --log run.csv"
+
 _INTERRUPTED = 130
 _SEEDS = 2**32  # more is no seed for all generators
 

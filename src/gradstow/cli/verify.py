@@ -27,6 +27,8 @@ from gradstow.cli._options import (
 )
 from gradstow.cli._output import Meter, results
 
+EXAMPLE = "Example: gradstow verify torchvision:resnet18 --batch 4 --budget 90%"
+
 
 def verify(
     target: Text,

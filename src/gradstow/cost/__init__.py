@@ -7,6 +7,7 @@ from gradstow.cost._analytic import Profile, analytic_costs, find_profile
 from gradstow.cost._cache import measured_costs
 from gradstow.cost._measure import measure
 from gradstow.cost._memory import PeakMemory, measure_peak, paused
+from gradstow.cost._saved import saved_by_modules
 from gradstow.cost._transfers import bandwidth_of, transfer_costs
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "measure_peak",
     "measured_costs",
     "paused",
+    "saved_by_modules",
     "transfer_costs",
 ]

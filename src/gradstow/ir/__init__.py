@@ -16,7 +16,7 @@ from gradstow.ir._graph import (
     Value,
 )
 from gradstow.ir._plan import PlanData
-from gradstow.ir._replay import Moment, Timeline, replay
+from gradstow.ir._replay import Life, Moment, Timeline, replay
 from gradstow.ir._schedule import Deliver, Event, Free, RegionSchedule, Run, Schedule
 from gradstow.ir._spec import SpecError, check_graph, check_schedule
 
@@ -26,6 +26,7 @@ __all__ = [
     "Event",
     "Free",
     "GraphBreak",
+    "Life",
     "Moment",
     "Op",
     "OpCost",

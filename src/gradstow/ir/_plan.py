@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from gradstow._codes import CODES
 from gradstow._errors import StalePlan
+from gradstow._units import parse_budget
 from gradstow.ir._cost import CostTable
 from gradstow.ir._graph import StepGraph
 from gradstow.ir._replay import Timeline, replay
@@ -83,6 +84,14 @@ class PlanData:
         if not self.graph.optimizer_peak_bytes:
             return 0
         return self.timeline.end_bytes + self.graph.optimizer_peak_bytes
+
+    @property
+    def step_budget_bytes(self) -> int | None:
+        """The budget as bytes for the step, above ``resident_bytes``; None without one."""
+        budget = parse_budget(self.budget) if self.budget else None
+        if budget is None or budget.percent is None:
+            return None if budget is None or budget.total_bytes is None else budget.total_bytes - self.resident_bytes
+        return int(budget.percent / 100 * self.plain_step_peak_bytes)
 
     @property
     def predicted_seconds(self) -> float:

@@ -37,17 +37,30 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Life:
+    """A storage that is alive from one moment to another, both included; made again, it has another life.
+
+    ``last`` is the number of moments where it outlives the step.
+    """
+
+    region: int
+    storage: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """Every moment of the step in order; all bytes are above what was resident at its start.
 
     Attributes:
-        live_at_peak: (region, storage) of what is alive at the moment of the peak.
+        lives: when each storage that is not resident is alive, in order of their first moments.
         end_bytes: alive after the backward: gradients, and outputs that the caller holds.
         transfers: what travels beside the ops, one after the other.
     """
 
     moments: tuple[Moment, ...]
-    live_at_peak: tuple[tuple[int, int], ...]
+    lives: tuple[Life, ...]
     end_bytes: int
     transfers: tuple[Transfer, ...] = ()
 
@@ -58,6 +71,10 @@ class Timeline:
     @property
     def peak_index(self) -> int:
         return max(range(len(self.moments)), key=lambda i: self.moments[i].during_bytes, default=-1)
+
+    def alive(self, index: int) -> tuple[Life, ...]:
+        """What is alive at a moment."""
+        return tuple(life for life in self.lives if life.first <= index <= life.last)
 
     @property
     def seconds(self) -> float:
@@ -87,10 +104,7 @@ def replay(graph: StepGraph, schedule: Schedule, costs: CostTable, *, plain: boo
     """
     walk = _Walk(graph, costs, plain)
     walk.step(schedule)
-    peak = max(range(len(walk.moments)), key=lambda i: walk.moments[i].during_bytes, default=-1)
-    again = _Walk(graph, costs, plain, look_at=peak)  # a list of what is alive at every moment would grow as n²
-    again.step(schedule)
-    return Timeline(tuple(walk.moments), again.seen, walk.live - graph.outside_bytes, tuple(walk.transfers))
+    return Timeline(tuple(walk.moments), walk.lives(), walk.live - graph.outside_bytes, tuple(walk.transfers))
 
 
 Key = tuple[int, int]
@@ -99,12 +113,13 @@ Key = tuple[int, int]
 class _Walk:
     """Live storages as {(region, storage): holders}; a storage counts while anybody holds it."""
 
-    def __init__(self, graph: StepGraph, costs: CostTable, plain: bool, look_at: int = -1) -> None:
-        self.graph, self.costs, self.plain, self.look_at = graph, costs, plain, look_at
+    def __init__(self, graph: StepGraph, costs: CostTable, plain: bool) -> None:
+        self.graph, self.costs, self.plain = graph, costs, plain
         self.moments: list[Moment] = []
         self.holders: dict[Key, set[str]] = {}
         self.live = graph.outside_bytes
-        self.seen: tuple[Key, ...] = ()  # what is alive at moment ``look_at``
+        self.since: dict[Key, int] = {}  # the moment since which something is alive
+        self.ended: list[Life] = []
         self.last_reader = _last_readers(graph)
         self.clock = self.free = 0.0  # seconds: now, and when the last transfer ends
         self.due: dict[Key, float] = {}  # when what is on its way is there
@@ -134,6 +149,7 @@ class _Walk:
         holders = self.holders.setdefault(key, set())
         if not holders:
             self.live += self.nbytes(key)
+            self.since[key] = len(self.moments)
         holders.add(who)
 
     def release(self, key: Key, who: str) -> None:
@@ -142,8 +158,19 @@ class _Walk:
             return
         holders.discard(who)
         if not holders:
-            self.live -= self.nbytes(key)
-            del self.holders[key]
+            self._end(key)
+
+    def _end(self, key: Key) -> None:
+        self.live -= self.nbytes(key)
+        del self.holders[key]
+        first, last = self.since.pop(key), len(self.moments) - 1
+        if last >= first:
+            self.ended.append(Life(*key, first, last))
+
+    def lives(self) -> tuple[Life, ...]:
+        last = len(self.moments)
+        found = [*self.ended, *(Life(*key, first, last) for key, first in self.since.items())]
+        return tuple(sorted((life for life in found if self.nbytes((life.region, life.storage))), key=_since))
 
     def reserve(self, nbytes: int) -> None:
         if nbytes:
@@ -207,8 +234,7 @@ class _Walk:
         transient = sum(self.nbytes(k) for k in twice)  # made beside what somebody holds, and dropped at once
         if event.reuse >= 0:
             taken = self.key(r, region.values[event.reuse].storage)
-            self.holders.pop(taken, None)
-            self.live -= self.nbytes(taken)
+            self._end(taken)
         for key in made:
             if key not in twice:
                 self.hold(key, who)
@@ -243,8 +269,10 @@ class _Walk:
         self, r: int, op: int, backward: bool, recompute: bool, during: int, seconds: float, wait: float = 0.0
     ) -> None:
         self.moments.append(Moment(r, op, backward, recompute, during, self.live, seconds, wait))
-        if len(self.moments) - 1 == self.look_at:
-            self.seen = tuple(self.holders)
+
+
+def _since(life: Life) -> tuple[int, int, int, int]:
+    return life.first, life.last, life.region, life.storage
 
 
 def _applies(region: Region, events: Sequence[Event]) -> dict[int, int]:

@@ -69,6 +69,20 @@ def break_costs(plan: PlanData) -> tuple[int, ...]:
     )
 
 
+def held_outputs(plan: PlanData) -> set[Key]:
+    """Storages that the user's loop holds while the backward runs; one between two regions it never sees."""
+    regions = plan.graph.regions
+    crossing = {s.origin for region in regions for s in region.storages if s.origin is not None}
+    found: set[Key] = set()
+    for r, region in enumerate(regions):
+        storages = {region.values[v].storage for v in region.outputs if v >= 0}
+        keys = {region.storages[s].origin or (r, s) for s in storages}
+        if not region.held:
+            keys = keys - crossing if plan.graph.outputs_held else set()
+        found |= keys
+    return found
+
+
 class _View:
     """Who keeps, holds and makes again which storage; storages by (region, id) of their maker."""
 
@@ -83,7 +97,7 @@ class _View:
             self.crossing.update(s.origin for s in region.storages if s.origin is not None)
             self._count_reruns(r, region)
             self._find_codes(r, region)
-        self.held = self._held()
+        self.held = held_outputs(plan)
 
     def _key(self, r: int, storage: int) -> Key:
         return self.regions[r].storages[storage].origin or (r, storage)
@@ -117,16 +131,6 @@ class _View:
         """(bytes, code) of what stands for a storage; "" where that is exact."""
         found = [(code, name) for code, name in self.codes.get(key, []) if code in self.kept]
         return [(self.regions[r].storages[s].nbytes, name) for (r, s), name in found]
-
-    def _held(self) -> set[Key]:
-        """Outputs that the user's loop holds while the backward runs; one between two regions it never sees."""
-        found: set[Key] = set()
-        for r, region in enumerate(self.regions):
-            keys = {self._key(r, region.values[v].storage) for v in region.outputs if v >= 0}
-            if not region.held:
-                keys = keys - self.crossing if self.plan.graph.outputs_held else set()
-            found |= keys
-        return found
 
     def rows(self, r: int) -> list[Row]:
         region = self.regions[r]

@@ -63,7 +63,7 @@ def _header(s: Summary) -> list[str]:
         room = f", with room of {format_bytes(s.outside_bytes)}" if s.outside_bytes else ""
         lines.append(("not planned", f"{names}: runs as plain PyTorch{room}"))
     title = f"Plan for {s.model or 'a model'} on {s.device}{torch}, policy {s.policy}"
-    return [_cut(title, WIDTH), *(f"{name:<13}{_cut(text, WIDTH - 13)}" for name, text in lines)]
+    return [cut(title, WIDTH), *(f"{name:<13}{cut(text, WIDTH - 13)}" for name, text in lines)]
 
 
 def _against(predicted: int, plain: int) -> str:
@@ -146,14 +146,14 @@ def _reason(line: _Line) -> str:
 
 
 def _render(cells: tuple[str, ...], reason: str) -> str:
-    fitted = [_cut(cell, width).ljust(width) for cell, width in zip(cells, _COLUMNS, strict=True)]
+    fitted = [cut(cell, width).ljust(width) for cell, width in zip(cells, _COLUMNS, strict=True)]
     fitted[0] = fitted[0].strip().rjust(_COLUMNS[0])
     if len(cells[-1]) > _COLUMNS[-1]:  # the end of a module's path says more than its beginning
         fitted[-1] = "…" + cells[-1][1 - _COLUMNS[-1] :]
     left = " ".join(fitted)
-    return f"{left} {_cut(reason, WIDTH - len(left) - 1)}".rstrip()
+    return f"{left} {cut(reason, WIDTH - len(left) - 1)}".rstrip()
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"

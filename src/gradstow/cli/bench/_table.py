@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,26 +103,6 @@ class Table:
 def _cell(column: Column, row: Mapping[str, Any]) -> str:
     value = row.get(column.key)
     return "" if value is None else column.show(value)
-
-
-def check_writable(path: Path | None) -> None:
-    """Before anything takes time.
-
-    Raises:
-        InputError: the CSV cannot be written there.
-    """
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        why = "its folder does not exist"
-    elif path.is_dir():
-        why = "it is a folder"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        why = "there is no permission to write there"
-    else:
-        return
-    raise InputError(f"the rows cannot be written to {path}: {why}. Name another file with --csv.")
 
 
 def check_counts(**counts: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradstow._units import format_bytes, parse_budget
-from gradstow.cli._input import InputError
+from gradstow.cli._input import InputError, check_writable
 from gradstow.cli._options import AsJson
 from gradstow.cli._output import Meter, results
 from gradstow.cli.bench._table import (
@@ -24,7 +24,6 @@ from gradstow.cli.bench._table import (
     Rounds,
     Table,
     check_counts,
-    check_writable,
     data_name,
 )
 
@@ -67,7 +66,7 @@ def alexnet(
         check_counts(batch=batch, steps=steps, rounds=rounds)
         if image < _SMALLEST_IMAGE:
             raise InputError(f"--image {image} is too small for AlexNet's layers. Give at least {_SMALLEST_IMAGE}.")
-        check_writable(out)
+        check_writable(out, "the rows")
         chosen = _without(skip or [], _ways(budgets))
         contest, name = _contest(batch, image, data, steps, rounds, seed)
         settings = {"model": "torchvision:alexnet", "data": name, "batch": batch, "image": image, "steps": steps}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradstow.cli._input import InputError
+from gradstow.cli._input import InputError, check_writable
 from gradstow.cli._options import AsJson, Image
 from gradstow.cli._output import Meter, results
 from gradstow.cli._train_options import OPTIMIZERS, training_optimizer
@@ -22,7 +22,6 @@ from gradstow.cli.bench._table import (
     Row,
     Table,
     check_counts,
-    check_writable,
     data_name,
     share,
 )
@@ -107,7 +106,7 @@ def batch_size(
             )
         if data == "text":
             raise InputError("bench batch-size trains on images. Give --data mnist, fashion or a folder.")
-        check_writable(out)
+        check_writable(out, "the rows")
         name = data or _usual_pictures()
         rate = {**OPTIMIZERS, **_RATES}[optimizer] if lr is None else lr
         setting = _Setting(_maker(model, name, image, seed), optimizer, rate, rule, sizes[0], epochs, steps, seed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradstow._units import parse_budget
-from gradstow.cli._input import InputError
+from gradstow.cli._input import InputError, check_writable
 from gradstow.cli._options import AsJson, Attn, Batch, Image, Seq
 from gradstow.cli._output import Meter, results
 from gradstow.cli.bench._table import (
@@ -26,7 +26,6 @@ from gradstow.cli.bench._table import (
     Rounds,
     Table,
     check_counts,
-    check_writable,
     data_name,
 )
 
@@ -89,7 +88,7 @@ def strategies(
         for text in budgets:
             parse_budget(text)
         check_counts(rounds=rounds, **({} if batch is None else {"batch": batch}))
-        check_writable(out)
+        check_writable(out, "the rows")
         if target is not None:
             if data is not None or steps is not None:
                 raise InputError("--data and --steps are for the small CNN, not for a target. Leave out one of them.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradstow._units import parse_budget
-from gradstow.cli._input import InputError
+from gradstow.cli._input import InputError, check_writable
 from gradstow.cli._options import AsJson
 from gradstow.cli._output import Meter, results
 from gradstow.cli.bench._table import (
@@ -23,7 +23,6 @@ from gradstow.cli.bench._table import (
     Rounds,
     Table,
     check_counts,
-    check_writable,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def transformer(
         parse_budget(budget)
         lengths = list(dict.fromkeys(seq or [128, 256, 512, 1024]))
         check_counts(batch=batch, steps=steps, rounds=rounds, seq=min(lengths))
-        check_writable(out)
+        check_writable(out, "the rows")
         if not model.startswith("transformers:"):
             raise InputError(f"--model {model} is not of transformers. Write transformers:gpt2,n_layer=4.")
         for length in lengths:  # all of them are refused before the first one takes time
