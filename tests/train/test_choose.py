@@ -177,7 +177,7 @@ def test_the_smallest_budget_is_named_and_holds(with_optimizer: bool) -> None:
     model = make_model()
     options = {"optimizer": adamw(model)} if with_optimizer else {}
     least = smallest(model, **options)
-    assert chosen(model, least, **options).micro_batch == 1
+    assert chosen(model, least, **options).plan.predicted_peak_bytes <= least
     with pytest.raises(BudgetTooSmall, match="not even a single sample") as caught:
         chosen(model, least - 1, **options)
     assert caught.value.minimum_bytes == least
@@ -203,6 +203,7 @@ def test_a_loss_that_asks_its_data_leaves_room() -> None:
     assert choice.plan.graph.reserve_bytes > 0
 
 
+@pytest.mark.usefixtures("guessed_costs")  # some processors' convolutions need more memory in bfloat16
 def test_precision_is_planned_for() -> None:
     model = make_model()
     full, short = (chosen(model, None, precision=name).plan for name in ("fp32", "bf16"))
@@ -375,6 +376,7 @@ def test_more_budget_never_allows_less() -> None:
     assert sizes[0] < sizes[1]
 
 
+@pytest.mark.usefixtures("guessed_costs")  # some processors' convolutions need more for one sample than for two
 def test_a_single_sample_that_does_not_fit() -> None:
     model = make_model()
     with pytest.raises(BudgetTooSmall, match="not even 1 sample fits") as caught:

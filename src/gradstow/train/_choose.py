@@ -250,13 +250,16 @@ class _Search:
                 self._try(-(-self.size // k), "quick")
 
     def _last_try(self) -> None:
-        """Nothing fits by quick plans: the solver may still find a schedule for the smallest."""
+        """Nothing fits by quick plans: the solver may still find a schedule for the smallest, or for the next one: some
+        processors' convolutions need more memory for one sample than for two."""
         smallest = min(self.found)
-        self._try(smallest, "normal")
-        if smallest in self.plans:
-            return
+        sizes = [m for m in (smallest, smallest + 1) if m == smallest or (m <= self.size and not self.why)]
+        for micro in sizes:
+            self._try(micro, "normal")
+            if micro in self.plans:
+                return
         error = self.errors[smallest]
-        least = self.step.smallest_bytes(smallest, error, adds=smallest < self.size)
+        least = min(self.step.smallest_bytes(m, self.errors[m], adds=m < self.size) for m in sizes)
         what = f"the whole batch of {self.size}" if self.why else "a single sample at a time"
         fix = f"It is not split, because {self.why}. " if self.why else ""
         raise BudgetTooSmall(

@@ -101,9 +101,8 @@ def test_a_row_that_is_masked_entirely_is_zero() -> None:
         assert output[:, :, 3].eq(0).all()
         assert found[0] is not None
         assert found[0][:, :, 3].eq(0).all()
-        plain = gradients(composite, given)
-        assert torch.equal(output, plain[0])
         assert all(x is None or not x.isnan().any() for x in found)
+        assert_no_worse(lambda *a: attention(*a, chunk=10), composite, given)
 
 
 def test_causal_and_a_mask_both_hold() -> None:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradstow as gs
-from gradstow.ir import CostTable, OpCost
 from gradstow.layers._conv import Conv1d, Conv2d, Conv3d
 from gradstow.layers._saved import saved_bytes
 from gradstow.layers.ops._conv import convolution
@@ -289,15 +288,6 @@ def test_errors() -> None:
         lean(images(2).double())
     with pytest.raises(RuntimeError, match="padding='same' is not supported for strided"):
         convolution(images(2), lean.weight, stride=2, padding="same")
-
-
-@pytest.fixture
-def guessed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def guess(signatures: Any, device: str, _limit: int, progress: Any) -> CostTable:
-        progress(1, 1)
-        return CostTable({text: OpCost(1e-5) for text in signatures}, device)
-
-    monkeypatch.setattr("gradstow._planning.measured_costs", guess)
 
 
 @pytest.mark.usefixtures("guessed_costs")

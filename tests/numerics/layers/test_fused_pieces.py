@@ -12,7 +12,6 @@ import torchvision
 from torch import nn
 
 import gradstow as gs
-from gradstow.ir import CostTable, OpCost
 from gradstow.layers._conv import Conv2d
 from gradstow.layers._fused import BNReLU, ConvBN, ConvBNReLU, FusedSequential
 from gradstow.layers._saved import saved_bytes
@@ -316,15 +315,6 @@ def test_working_memory() -> None:
 
 def squares(y: torch.Tensor, _: Any) -> torch.Tensor:
     return y.square().mean()
-
-
-@pytest.fixture
-def guessed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def guess(signatures: Any, device: str, _limit: int, progress: Any) -> CostTable:
-        progress(1, 1)
-        return CostTable({text: OpCost(1e-5) for text in signatures}, device)
-
-    monkeypatch.setattr("gradstow._planning.measured_costs", guess)
 
 
 @pytest.mark.usefixtures("guessed_costs")

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradstow as gs
-from gradstow.ir import CostTable, OpCost
 from gradstow.layers._linear import Linear
 from gradstow.layers._saved import saved_bytes
 from gradstow.layers.ops._epilogue import Activation
@@ -282,15 +281,6 @@ def test_errors() -> None:
         linear(*parts(), "relu", "bits")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         linear(parts(shape=(4, 5))[0], *parts()[1:], "relu")
-
-
-@pytest.fixture
-def guessed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def guess(signatures: Any, device: str, _limit: int, progress: Any) -> CostTable:
-        progress(1, 1)
-        return CostTable({text: OpCost(1e-5) for text in signatures}, device)
-
-    monkeypatch.setattr("gradstow._planning.measured_costs", guess)
 
 
 @pytest.mark.usefixtures("guessed_costs")

@@ -96,7 +96,9 @@ def attention_gradients(
             if of_query is not None:
                 _add(_part(of_query, samples, heads, rows), (step @ keys[:, :, seen]).mul_(_signed(options.scale)))
             if of_key is not None:
-                _add(_part(of_key, samples, shared, seen), (step.transpose(-2, -1) @ queries).mul_(root))
+                # transposed as in torch's composite: some processors' products sum otherwise the other way round
+                across = (queries.transpose(-2, -1) @ step).mul_(root)
+                _add(_part(of_key, samples, shared, seen), across.transpose(-2, -1))
             del step
     made = [query.new_empty(0) if s is None else s for s in sums]
     return [m.to(query.dtype if x is None else x.dtype) for m, x in zip(made, inputs, strict=True)]
