@@ -350,3 +350,59 @@ def test_transformers_targets_have_a_loss(name: str, attn: str) -> None:
     assert target.model(**target.batch).loss.requires_grad
     assert target.model.training
     assert target.model.config._attn_implementation == attn
+
+
+def test_profile_prints_one_document_and_writes_its_files(noisy: str, tmp_path: Path) -> None:
+    """The peaks are those of the page, which holds the same data."""
+    files = {name: tmp_path / f"out.{end}" for name, end in (("html", "html"), ("trace", "json"), ("picture", "svg"))}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    done = command("profile", f"{noisy}:make", "--budget", "90%", "--measure", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["files"] == {"page": str(files["html"]), "trace": str(files["trace"]), "picture": str(files["picture"])}
+    assert data["peaks"]["planned"]["peak_bytes"] <= data["plan"]["resident_bytes"] + data["plan"]["step_budget_bytes"]
+    assert set(data["measured"]) == {"plain", "planned"}
+    assert f'"peak_bytes":{data["peaks"]["plain"]["peak_bytes"]}' in files["html"].read_text()
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+    assert files["picture"].stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--points", "1"), "makes no frontier"),
+        (("--depth", "-1"), "is no depth"),
+        (("--html", "/nowhere/page.html"), "its folder does not exist"),
+        (("--trace", "/"), "it is a folder"),
+        (("--picture", "page.gif"), "no kind of picture"),
+    ],
+)
+def test_profile_refuses_before_anything_takes_time(
+    noisy: str, options: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line = refusal(capsys, "profile", f"{noisy}:make", *options)
+    assert code == 2
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    "name", ["demo", "profile", "plan", "frontier", "verify", "max-batch", "train"]
+    + [f"bench {table}" for table in ("alexnet", "batch-size", "strategies", "transformer")]
+)  # fmt: skip
+def test_the_help_of_every_command_ends_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*name.split(), "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Example: gradstow {name} " in text
+
+
+def test_the_help_lists_every_command_that_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2]
+    named = {line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "}
+    assert named == {"demo", "profile", "plan", "frontier", "verify", "max-batch", "train", "bench"}
+
+
+def test_help_needs_no_torch() -> None:
+    code = "from gradstow.cli import main; main(['--help']); import sys; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True)
+    assert done.returncode == 0
