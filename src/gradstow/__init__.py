@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gradstow import errors, layers, train
     from gradstow._api import frontier, plain, plan, profile, stow, unstow, verify
     from gradstow._plan import Plan
-    from gradstow.cost import measure_peak
+    from gradstow.cost import measure_peak, memory
     from gradstow.planner import Policy
     from gradstow.train import TrainStep, max_batch
 
@@ -30,6 +30,7 @@ __all__ = [
     "layers",
     "max_batch",
     "measure_peak",
+    "memory",
     "plain",
     "plan",
     "profile",
@@ -46,6 +47,7 @@ _HOMES = {
     "frontier": "gradstow._api",
     "max_batch": "gradstow.train",
     "measure_peak": "gradstow.cost",
+    "memory": "gradstow.cost",
     "plain": "gradstow._api",
     "plan": "gradstow._api",
     "profile": "gradstow._api",

@@ -11,12 +11,12 @@ import torch
 from gradstow._errors import CaptureError, GradstowError, PolicyError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
-from gradstow._planning import capture_step, plan_frontier, plan_step, users_errors
+from gradstow._planning import capture_step, plan_captured, plan_frontier, plan_step, users_errors
 from gradstow._profile import Profile, measure_steps, named_weights
 from gradstow._stow import MAX_PLANS, check_alone, plain, stow_model, unstow_model
 from gradstow._verify import Proof, Verification
 from gradstow._wanted import ACTIONS, LossyLike, PolicyLike, Progress, Wanted
-from gradstow.capture import Step
+from gradstow.capture import Captured, Step
 from gradstow.cost import find_profile
 from gradstow.planner import Effort
 
@@ -163,14 +163,22 @@ def frontier(
     Raises:
         CaptureError, PolicyError, OffloadError.
     """
-    if points < 2:
-        raise GradstowError(f"a frontier needs at least two points, not points={points}.")
     wanted = Wanted.of(None, policy, actions, lossy, offload, progress=progress)
-    if wanted.policy.name != "auto":
-        raise PolicyError(f"the policy {wanted.policy.name!r} is one plan, not a frontier. See gs.plan, or give rules.")
+    _check_frontier(wanted, points)
     with users_errors():
         captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), wanted)
-        plans, proven = plan_frontier(captured, wanted, points)
+        return _frontier_of(captured, wanted, points)
+
+
+def _check_frontier(wanted: Wanted, points: int) -> None:
+    if points < 2:
+        raise GradstowError(f"a frontier needs at least two points, not points={points}.")
+    if wanted.policy.name != "auto":
+        raise PolicyError(f"the policy {wanted.policy.name!r} is one plan, not a frontier. See gs.plan, or give rules.")
+
+
+def _frontier_of(captured: Captured, wanted: Wanted, points: int) -> Frontier:
+    plans, proven = plan_frontier(captured, wanted, points)
     return Frontier(tuple(plans), proven)
 
 
@@ -209,14 +217,18 @@ def profile(
     Raises:
         BudgetError, BudgetTooSmall, CaptureError, PolicyError.
     """
-    asked: dict[str, Any] = {"policy": policy, "actions": actions, "lossy": lossy, "offload": offload}
-    same: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "forward": forward, "keep_output": keep_output}
     if measure and device is not None:
         raise GradstowError(f"steps for {device!r} cannot be measured here. Leave away measure= or device=.")
-    made = plan(model, batch, budget=budget, effort=effort, device=device, progress=progress, **asked, **same)
-    curve = frontier(model, batch, points=points, progress=progress, **asked, **same) if points else None
-    weights = named_weights(model, batch)
-    measured = {}
+    search = replace(Effort.of(effort), interruptible=True)
+    place = None if device is None else find_profile(device)
+    wanted = Wanted.of(budget, policy, actions, lossy, offload, search, place, progress)
+    if points:
+        _check_frontier(wanted, points)
+    with users_errors():
+        captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), wanted)
+        made = plan_captured(captured, wanted)
+        curve = _frontier_of(captured, wanted.limited(None), points) if points else None
+    weights, measured = named_weights(model, batch), {}
     if measure:
         call = forward or default_forward(batch)
         measured = measure_steps(made, model, batch, call, loss, optimizer, keep_output)

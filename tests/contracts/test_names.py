@@ -12,7 +12,7 @@ import pytest
 import gradstow
 
 PACKAGE = Path(__file__).parents[2] / "src" / "gradstow"
-FUNCTIONS = {"frontier", "max_batch", "measure_peak", "plain", "plan", "profile", "stow", "unstow", "verify"}
+FUNCTIONS = {"frontier", "max_batch", "measure_peak", "memory", "plain", "plan", "profile", "stow", "unstow", "verify"}
 CLASSES = {"Plan", "Policy", "TrainStep"}
 NAMES = FUNCTIONS | CLASSES | {"__version__", "errors", "layers", "train"}
 

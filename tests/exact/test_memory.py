@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import gradstow as gs
 from gradstow.cost import PeakMemory, measure_peak
 from gradstow.cost._events import Event, Level, _checked
 from gradstow.cost._memory import paused
@@ -255,3 +256,23 @@ def test_cuda_counts_blocks(device: str) -> None:
     assert memory.device.type == "cuda"
     assert (memory.peak_bytes, memory.end_bytes) == (8 * MIB, -2 * MIB)
     assert second.numel() == 2 * MIB
+
+
+def test_a_reading_grows_with_what_is_held(device: str) -> None:
+    before = gs.memory(device)
+    held = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    after = gs.memory(device)
+    if device == "cpu":
+        assert before.allocated_bytes is None
+        assert after.device == "cpu"
+        assert "allocated unknown" in str(after)
+    else:
+        assert after.allocated_bytes - before.allocated_bytes == held.nbytes
+    assert after.reserved_bytes - before.reserved_bytes > 60 << 20
+    assert after.peak_bytes >= before.peak_bytes
+    assert after.to_json()["reserved_bytes"] == after.reserved_bytes
+
+
+def test_a_reading_of_another_device_is_refused() -> None:
+    with pytest.raises(GradstowError, match="memory cannot measure on 'meta'"):
+        gs.memory("meta")

@@ -5,12 +5,14 @@ Called with op signatures by whoever plans; knows nothing of graphs, plans or mo
 
 from gradstow.cost._analytic import Profile, analytic_costs, find_profile
 from gradstow.cost._cache import measured_costs
+from gradstow.cost._live import Memory, memory
 from gradstow.cost._measure import measure
 from gradstow.cost._memory import PeakMemory, measure_peak, paused
 from gradstow.cost._saved import saved_by_modules
 from gradstow.cost._transfers import bandwidth_of, transfer_costs
 
 __all__ = [
+    "Memory",
     "PeakMemory",
     "Profile",
     "analytic_costs",
@@ -19,6 +21,7 @@ __all__ = [
     "measure",
     "measure_peak",
     "measured_costs",
+    "memory",
     "paused",
     "saved_by_modules",
     "transfer_costs",

@@ -41,7 +41,7 @@ class PeakMemory:
     """What ``measure_peak`` measured; all bytes are above what was alive at entry."""
 
     def __init__(self, device: str | torch.device | None = None) -> None:
-        self.device = _choose(device)
+        self.device = choose_device(device, "measure_peak")
         self._meter: _Meter | None = None
         self._resident = _ResidentSet()
         self._done = False
@@ -191,19 +191,20 @@ class _ResidentSet:
     growth: int | None = None
 
     def start(self) -> None:
-        self._before = _status_bytes("VmRSS")
+        self._before = status_bytes("VmRSS")
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:  # not Linux, or a container that forbids it: the mark would be of the whole run
             self._before = None
 
     def stop(self) -> None:
-        highest = _status_bytes("VmHWM")
+        highest = status_bytes("VmHWM")
         if self._before is not None and highest is not None:
             self.growth = max(0, highest - self._before)
 
 
-def _status_bytes(name: str) -> int | None:
+def status_bytes(name: str) -> int | None:
+    """A line of this process's status; None where the system has none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -212,14 +213,15 @@ def _status_bytes(name: str) -> int | None:
     return int(found[0].split()[1]) * 1024 if found else None
 
 
-def _choose(device: str | torch.device | None) -> torch.device:
+def choose_device(device: str | torch.device | None, what: str) -> torch.device:
+    """``what``: who asks, for the error."""
     if device is None:
         in_use: Any = torch.cuda.is_initialized
         device = "cuda" if torch.cuda.is_available() and in_use() else "cpu"
     chosen = torch.device(device)
     if chosen.type not in ("cpu", "cuda"):
         raise GradstowError(
-            f"measure_peak cannot measure on {chosen.type!r}: it knows the allocators of cpu and cuda. "
+            f"{what} cannot measure on {chosen.type!r}: it knows the allocators of cpu and cuda. "
             'Pass device="cpu" for the host\'s part.'
         )
     return chosen
