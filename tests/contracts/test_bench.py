@@ -484,9 +484,9 @@ def test_without_any_images_the_remedy_is_named(
 
 def test_a_place_without_permission(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Root may write everywhere, so that the system's answer is made up."""
-    from gradstow.cli.bench import _table
+    from gradstow.cli import _input
 
-    monkeypatch.setattr(_table, "os", SimpleNamespace(access=lambda *_: False, W_OK=2))
+    monkeypatch.setattr(_input, "os", SimpleNamespace(access=lambda *_: False, W_OK=2))
     assert main(["bench", "transformer", "--csv", "rows.csv"]) == 2
     assert "there is no permission to write there. Name another file with --csv." in capfd.readouterr().err
 
