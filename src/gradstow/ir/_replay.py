@@ -162,8 +162,8 @@ class _Walk:
 
     def _end(self, key: Key) -> None:
         self.live -= self.nbytes(key)
-        del self.holders[key]
-        first, last = self.since.pop(key), len(self.moments) - 1
+        self.holders.pop(key, None)  # a schedule that breaks the rules may write over what nobody holds
+        first, last = self.since.pop(key, len(self.moments)), len(self.moments) - 1
         if last >= first:
             self.ended.append(Life(*key, first, last))
 
