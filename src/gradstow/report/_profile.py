@@ -59,13 +59,14 @@ def profile_json(
 ) -> dict[str, Any]:
     """Everything that the page shows, for ``json.dumps``."""
     stories = {"plain": Story(plan, plain=True, weights=weights), "planned": Story(plan, plain=False, weights=weights)}
+    peaks = {name: story.peak() for name, story in stories.items()}
     return {
         "parts": PARTS,
         "plan": {**plan_json(plan), "step_budget_bytes": plan.step_budget_bytes},
-        "peaks": {name: story.peak().to_json() for name, story in stories.items()},
-        "modules": {name: module_tree(story.peak().rows).to_json() for name, story in stories.items()},
-        "ops": {name: story.peak().by("op") for name, story in stories.items()},
-        "lines": {name: story.peak().by("source") for name, story in stories.items()},
+        "peaks": {name: peak.to_json() for name, peak in peaks.items()},
+        "modules": {name: module_tree(peak.rows).to_json() for name, peak in peaks.items()},
+        "ops": {name: peak.by("op") for name, peak in peaks.items()},
+        "lines": {name: peak.by("source") for name, peak in peaks.items()},
         "timelines": {name: timeline_json(story) for name, story in stories.items()},
         "measured": {name: one.to_json() for name, one in measured.items()},
         "frontier": frontier_json(plans, proven_step_peak_bytes) if plans else None,
