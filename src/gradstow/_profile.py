@@ -18,7 +18,7 @@ from gradstow._plan import Plan
 from gradstow._stow import stow_model
 from gradstow._verify import Call, Loss, Trainee, seed, twins
 from gradstow._wanted import Wanted
-from gradstow.capture import device_of, resident_items, same_randomness, tensors
+from gradstow.capture import device_of, resident_items, same_randomness, state_bytes, tensors
 from gradstow.cost import measure_peak, saved_by_modules
 from gradstow.ir import PlanData
 from gradstow.report import (
@@ -146,8 +146,7 @@ def _measured(trainee: Trainee, device: str, *, applies: bool) -> Measured:
     trainee.begin()
     there = sum(nbytes for _, _, nbytes in resident_items(trainee.model, trainee.batch, device))
     if applies:
-        state = {t.untyped_storage().data_ptr(): t for t in tensors(list(trainee.optimizer.state.values()))}
-        there += sum(t.untyped_storage().nbytes() for t in state.values() if t.device.type == device)
+        there += state_bytes(trainee.optimizer, device)
     with measure_peak(device) as memory:
         loss = trainee.finish()
         if applies:

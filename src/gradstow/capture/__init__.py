@@ -34,6 +34,7 @@ from gradstow.capture._model import (
     weights_signature,
 )
 from gradstow.capture._normalize import copy_graph, is_tangent, normalize
+from gradstow.capture._optimizer import state_bytes
 from gradstow.capture._parts import expose_parts, hide_parts, is_part
 from gradstow.capture._region import InputRole, JointGraph, build_region, fingerprint
 from gradstow.capture._rehearse import compiled_nodes
@@ -96,6 +97,7 @@ __all__ = [
     "same_randomness",
     "see",
     "stand_in",
+    "state_bytes",
     "storage_key",
     "tensors",
     "was_told",

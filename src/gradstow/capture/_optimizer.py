@@ -23,12 +23,13 @@ def rehearse_optimizer(fakes: Fakes, optimizer: Any, device: str, *, make_gradie
     twin.step()  # makes the state
     with FakeMemory(device) as memory:
         twin.step()
-    seen: dict[int, int] = {}
-    for state in twin.state.values():
-        for item in tensors(state):
-            if item.device.type == device:
-                seen[storage_key(item)] = item.untyped_storage().nbytes()
-    return sum(seen.values()), memory.peak_bytes
+    return state_bytes(twin, device), memory.peak_bytes
+
+
+def state_bytes(optimizer: Any, device: str) -> int:
+    """Bytes of an optimizer's state on a kind of device, each storage once."""
+    held = [item for state in optimizer.state.values() for item in tensors(state)]
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in held if t.device.type == device}.values())
 
 
 def example_gradient(optimizer: object, parameter: torch.Tensor) -> torch.Tensor:
