@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from gradstow._errors import GradstowError
 
 
 def write_text(path: str | os.PathLike[str], text: str, what: str) -> Path:
-    """Write ``text``; where that fails, what was there before still is.
+    """``write_bytes`` for text.
+
+    Raises:
+        GradstowError: the file cannot be written.
+    """
+    return write_bytes(path, text.encode(), what)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes, what: str) -> Path:
+    """Write ``data``; see ``whole``.
+
+    Raises:
+        GradstowError: the file cannot be written.
+    """
+    with whole(path, what) as file:
+        file.write_bytes(data)
+    return Path(path)
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
+    """Yields the file to write in its place; where that fails, what was there before still is.
 
     Args:
         what: names it in errors, such as "the plan".
@@ -23,7 +45,7 @@ def write_text(path: str | os.PathLike[str], text: str, what: str) -> Path:
         raise GradstowError(f"{what} cannot be written to {path}: it is not a file. Choose another place.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         os.replace(temporary, target)
     except OSError as error:
         why = error.strerror or str(error)
@@ -31,4 +53,3 @@ def write_text(path: str | os.PathLike[str], text: str, what: str) -> Path:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    return Path(path)

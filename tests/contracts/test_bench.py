@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
-import pickle
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 import gradstow
+from gradstow._units import format_bytes
 from gradstow.cli import main
 
 pytest.importorskip("typer")
@@ -22,11 +22,14 @@ pytest.importorskip("rich")
 import torch
 from torch import nn
 
+from gradstow.cli._output import results
 from gradstow.cli._versions import VERSIONS, versions
 from gradstow.cli.bench import alexnet, batch_size, strategies, transformer
+from gradstow.cli.bench._columns import Column
 from gradstow.cli.bench._contest import Contest, Way, planned
 from gradstow.cli.bench._flops import counted_flops, matmul_peak
-from gradstow.cli.bench._table import Column, Table, data_name
+from gradstow.cli.bench._refused import Row
+from gradstow.cli.bench._table import Table, data_name
 
 TINY_GPT = "transformers:gpt2,n_layer=1,n_embd=16,n_head=2,vocab_size=256,attn_pdrop=0.0"
 COMMANDS = {"alexnet": alexnet, "batch-size": batch_size, "strategies": strategies, "transformer": transformer}
@@ -86,7 +89,7 @@ def silent(*_: Any) -> None: ...
 def test_ways_are_compared_bit_for_bit() -> None:
     race = contest(judge=lambda model: 1.0)
     ways = [Way("plain"), Way("again", like="plain"), Way("shifted", shifted), Way("too", shifted, like="shifted")]
-    rows = race.run(ways, silent)
+    rows = list(race.run(ways, silent))
     assert [row["way"] for row in rows] == ["plain", "again", "shifted", "too"]
     assert [row["equal_to"] for row in rows] == ["itself", "plain", "none", "shifted"]
     assert [row["equal"] for row in rows] == [True, True, False, False]
@@ -94,29 +97,31 @@ def test_ways_are_compared_bit_for_bit() -> None:
     assert rows[0]["time_ratio"] == 1
     assert all(row["seconds"] > 0 and row["accuracy"] == 1 for row in rows)
     assert rows[0]["step_peak_bytes"] == rows[1]["step_peak_bytes"] > rows[0]["saved_bytes"] > 32 * 64 * 4
-    race.run([Way("wrong", shifted, like="plain")], silent)
+    list(race.run([Way("wrong", shifted, like="plain")], silent))
     assert not race.kept_promises()
 
 
 def test_a_refused_budget_is_tried_with_the_smallest() -> None:
     seen: list[tuple[str, int, int]] = []
     race = contest()
-    rows = race.run([Way("plain"), planned("planned", "1%", like="plain")], lambda *now: seen.append(now))
-    plain, refused, smallest = rows
-    assert [row["way"] for row in rows] == ["plain", "planned, 1%", "planned, smallest"]
-    assert refused.keys() == {"way", "refused"}
+    ways = [Way("plain"), planned("planned", "1%", like="plain"), planned("planned", "2%", like="plain")]
+    rows = list(race.run(ways, lambda *now: seen.append(now)))
+    plain, refused, smallest, again = rows
+    assert [row["way"] for row in rows] == ["plain", "planned, 1%", "planned, smallest", "planned, 2%"]
+    assert refused.keys() == again.keys() == {"way", "refused", "smallest_budget_bytes"}
     assert "smallest step peak found" in refused["refused"]
+    assert f"the smallest budget is {format_bytes(refused['smallest_budget_bytes'])}" in refused["refused"]
     assert smallest["equal"]
     assert smallest["step_peak_bytes"] < plain["step_peak_bytes"]
     assert race.promises == {"planned, smallest": "plain"}
-    assert seen[-1] == ("planned, smallest", 15, 15)
+    assert ("planned, smallest", 15, 20) in seen
 
 
 def test_what_a_way_does_stays_in_its_copy() -> None:
     race = contest()
     before = [p.clone() for p in race.model.parameters()]
     state = torch.get_rng_state()
-    race.run([Way("shifted", shifted)], silent)
+    list(race.run([Way("shifted", shifted)], silent))
     assert all(torch.equal(a, b) for a, b in zip(before, race.model.parameters(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
 
@@ -140,21 +145,27 @@ def test_rows_of_alexnet_can_be_left_out() -> None:
 # -------------------------------------------------------------------------------------------- tables and files
 
 
-def table() -> Table:
+GOOD: Row = {"way": "plain", "seconds": 1.23456789, "range": (1.0, 2.0)}
+REFUSED: Row = {"way": "planned, 1%", "refused": "too small"}
+
+
+def table(out: Path | None = None, **settings: Any) -> Table:
     interval = Column("range", parts=("_low", "_high"))
-    columns = (Column("way", "way"), Column("seconds", "step", "{:.1f}".format), interval)
-    good = {"way": "plain", "seconds": 1.23456789, "range": (1.0, 2.0)}
-    rows = [good, {"way": "planned, 1%", "refused": "too small"}]
-    return Table("some", "some model", columns, {"batch": 8}, rows, ["a note"])
+    columns = (Column("way", "way", naming=True), Column("seconds", "step", "{:.1f}".format), interval)
+    return Table("some", "some model", columns, {"batch": 8, **settings}, out, notes=["a note"])
+
+
+def measured(made: Table, *rows: Row) -> None:
+    made.measure(lambda _meter: (dict(row) for row in rows), silent)
 
 
 def test_a_table_as_text_and_csv(tmp_path: Path) -> None:
-    where = versions()
-    text = table().text(where).splitlines()
+    where, made = versions(), table(tmp_path / "rows.csv")
+    measured(made, GOOD, REFUSED)
+    text = made.text(where).splitlines()
     assert text[:3] == ["some model", "way          step", "plain         1.2"]
     assert text[3:5] == ["planned, 1%  refused: too small", "a note"]
     assert f"torch {torch.__version__}, gradstow {gradstow.__version__}" in text[5]
-    table().write(tmp_path / "rows.csv", where)
     first, second = lines_of(tmp_path / "rows.csv")
     assert list(first) == ["batch", "way", "seconds", "range_low", "range_high", "refused", *VERSIONS]
     assert (first["batch"], first["way"], first["seconds"], first["range_high"]) == ("8", "plain", "1.23457", "2")
@@ -165,10 +176,93 @@ def test_a_table_as_text_and_csv(tmp_path: Path) -> None:
 
 def test_the_rows_are_shown_even_where_the_disk_is_full(tmp_path: Path) -> None:
     shown: list[Any] = []
-    with pytest.raises(FileNotFoundError):
-        table().publish(lambda text, data: shown.append(data), tmp_path / "gone" / "rows.csv")
-    assert shown[0]["rows"] == table().rows
+    with pytest.raises(gradstow.errors.GradstowError, match="the rows cannot be written to"):
+        table(tmp_path / "gone" / "rows.csv").measure(lambda _: [GOOD, REFUSED], lambda _, data: shown.append(data))
+    assert shown[0]["rows"] == [GOOD, REFUSED]
     assert shown[0]["versions"] == versions()
+
+
+def test_rows_that_cannot_be_written_are_printed_and_the_older_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    older = tmp_path / "rows.csv"
+    measured(table(older, batch=9), GOOD)
+    before = older.read_text()
+    monkeypatch.setattr("os.replace", full)
+    for as_json in (True, False):
+        error = ""
+        try:
+            with results(as_json) as emit:
+                table(older).measure(lambda _: [GOOD, REFUSED], emit)
+        except gradstow.errors.GradstowError as raised:
+            error = str(raised)
+        assert "the rows cannot be written to" in error
+        out = capfd.readouterr().out
+        assert "The rows are in" not in out
+        assert json.loads(out)["rows"][0]["way"] == "plain" if as_json else "some model" in out
+        assert [file.read_text() for file in tmp_path.iterdir()] == [before]
+
+
+def test_rows_are_shown_where_the_file_became_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(gradstow.errors.GradstowError, match="what is there cannot be read"), results(False) as emit:
+        table(file).measure(lambda _: [GOOD], emit)
+    assert "some model" in capfd.readouterr().out
+    assert file.read_bytes() == b"\x89PNG\xff"
+
+
+def test_each_row_is_in_the_file_before_the_next_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+
+    def rows(_meter: Any) -> Iterator[Row]:
+        yield GOOD
+        assert [row["way"] for row in lines_of(file)] == ["plain"]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        table(file).measure(rows, silent)
+    assert [row["seconds"] for row in lines_of(file)] == ["1.23457"]
+
+
+def test_a_row_replaces_that_of_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where machine, versions, settings and its name are the same, and nowhere else; the date may differ."""
+    file = tmp_path / "rows.csv"
+    earlier = {**versions(), "date": "2000-01-01"}
+    for where in ({**earlier, "torch": "1.0"}, earlier):
+        monkeypatch.setattr("gradstow.cli.bench._table.versions", lambda where=where: where)
+        measured(table(file), GOOD, {**GOOD, "way": "lean"}, REFUSED)
+    measured(table(file, batch=9, image=3), GOOD)  # a setting that the rows before do not have
+    monkeypatch.undo()
+    measured(table(file), {**GOOD, "seconds": 7.0}, {**GOOD, "way": "planned, 1%"})
+    today = versions()["date"]
+    rows = [(row["torch"] == "1.0", row["batch"], row["way"], row["seconds"], row["date"]) for row in lines_of(file)]
+    assert rows == [
+        (True, "8", "plain", "1.23457", "2000-01-01"),
+        (True, "8", "lean", "1.23457", "2000-01-01"),
+        (True, "8", "planned, 1%", "", "2000-01-01"),
+        (False, "8", "lean", "1.23457", "2000-01-01"),
+        (False, "9", "plain", "1.23457", "2000-01-01"),
+        (False, "8", "plain", "7", today),
+        (False, "8", "planned, 1%", "1.23457", today),
+    ]
+    assert [row["image"] for row in lines_of(file)][3:5] == ["", "3"]
+    assert [row["refused"] for row in lines_of(file)][-1] == ""
+
+
+@pytest.mark.parametrize("content", [b"x,y\n1,2\n", b"some notes\n", b"\x89PNG\xff"])
+def test_a_file_that_holds_something_else_is_left_alone(
+    content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "rows.csv"
+    file.write_bytes(content)
+    assert main(["bench", "transformer", "--csv", str(file)]) == 2
+    assert "holds something else than rows of this table. Name another file." in capfd.readouterr().err
+    assert file.read_bytes() == content
 
 
 def test_flops_are_counted_with_the_backward() -> None:
@@ -275,8 +369,14 @@ def test_strategies_on_a_target(
     options = ["--budget", "100%", "--budget", "1%", "--rounds", "1", "--csv", str(tmp_path / "rows.csv")]
     found = document(capfd, "strategies", f"{tmp_path / 'target.py'}:make", *options)
     rows = {row["strategy"]: row for row in found["rows"]}
-    assert list(rows) == ["store-all", "recompute-all", "sqrt", "selective", "planned, 100%", "planned, 1%"]
+    assert list(rows) == [
+        "store-all", "recompute-all", "sqrt", "selective", "planned, 100%", "planned, 1%", "planned, smallest",
+    ]  # fmt: skip
     assert "smallest step peak found" in rows.pop("planned, 1%")["refused"]
+    smallest = rows.pop("planned, smallest")
+    assert smallest["equal"]
+    assert smallest["step_peak_bytes"] <= min(row["step_peak_bytes"] for row in rows.values())
+    assert "accuracy" not in smallest, "its bytes are the target's, not the small network's"
     assert all(row["equal"] and row["accuracy"] == found["plain_accuracy"] > 0.5 for row in rows.values())
     assert rows["recompute-all"]["saved_bytes"] <= rows["store-all"]["saved_bytes"]
     assert lines_of(tmp_path / "rows.csv")[0]["equal"] == "True"
@@ -308,71 +408,6 @@ def test_resnet50_is_what_batch_sizes_are_compared_on(monkeypatch: pytest.Monkey
         (("torchvision:resnet50",), 32),
         (("torchvision:vit_b_16",), None),
     ]
-
-
-# ------------------------------------------------------------------------------------------------------- data
-
-
-def test_fashion_and_cifar_are_read(tmp_path: Path) -> None:
-    from gradstow.cli import _pictures
-    from gradstow.cli._data import open_set
-
-    for part, count in (("train", 6), ("t10k", 2)):
-        with gzip.open(tmp_path / f"{part}-images-idx3-ubyte.gz", "wb") as file:
-            file.write(bytes(16) + bytes(range(count)) * 784)
-        with gzip.open(tmp_path / f"{part}-labels-idx1-ubyte.gz", "wb") as file:
-            file.write(bytes(8) + bytes(range(count)))
-    samples = _pictures.fashion(3, 14, tmp_path)
-    pixels, labels = samples.batch([5, 6])
-    assert (len(samples), samples.held_out, pixels.shape) == (6, 2, (2, 3, 14, 14))
-    assert labels.tolist() == [5, 0]
-    assert 0 <= float(pixels.min()) <= float(pixels.max()) <= 5 / 255
-
-    pytest.importorskip("torchvision")
-    folder = tmp_path / "cifar" / _pictures.CIFAR10
-    folder.mkdir(parents=True)
-    with pytest.raises(gradstow.errors.GradstowError, match="is not whole"):
-        open_set(str(folder.parent), channels=3, side=32, seq=1)
-
-
-def test_cifar_has_the_layout_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("torchvision.datasets")
-    from gradstow.cli._data import open_set
-
-    folder = tmp_path / datasets.CIFAR10.base_folder
-    folder.mkdir()
-    for name in [f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"]:
-        pixels = torch.arange(2 * 3072).remainder(251).byte().view(2, 3072)
-        (folder / name).write_bytes(pickle.dumps({"data": pixels.numpy(), "labels": [3, 7]}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    monkeypatch.setattr(datasets.cifar, "check_integrity", lambda *_: True)
-    samples = open_set(str(tmp_path), channels=3, side=32, seq=1)
-    assert (samples.name, len(samples), samples.held_out, samples.classes) == ("cifar10", 10, 2, 10)
-    pixels, labels = samples.batch([0, 11])
-    assert labels.tolist() == [3, 7]
-    assert torch.equal(pixels[0].flatten() * 255, torch.arange(3072).remainder(251).float())
-    assert open_set(str(folder), channels=1, side=8, seq=1).batch([0])[0].shape == (1, 1, 8, 8)
-
-
-def test_a_folder_with_a_test_half(tmp_path: Path) -> None:
-    pytest.importorskip("torchvision")
-    image = pytest.importorskip("PIL.Image")
-    from gradstow.cli._data import open_set
-
-    for half, count in (("train", 4), ("test", 2)):
-        for name in ("ant", "bee"):
-            (tmp_path / half / name).mkdir(parents=True)
-            for number in range(count):
-                image.new("RGB", (9, 9), (10 * number, 0, 100 * (half == "test"))).save(
-                    tmp_path / half / name / f"{number}.png"
-                )
-    samples = open_set(str(tmp_path), channels=3, side=8, seq=1)
-    assert (len(samples), samples.held_out, samples.classes) == (8, 4, 2)
-    blue = samples.batch(range(12))[0][:, 2].amax((1, 2))
-    assert [bool(b > 0.1) for b in blue] == [False] * 8 + [True] * 4
-    (tmp_path / "test" / "ant").rename(tmp_path / "test" / "cat")
-    with pytest.raises(gradstow.errors.GradstowError, match="hold other classes"):
-        open_set(str(tmp_path), channels=3, side=8, seq=1)
 
 
 # --------------------------------------------------------------------------------------------------- refusals

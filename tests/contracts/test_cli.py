@@ -30,7 +30,7 @@ import torch
 print("hello from the user's file")
 
 def make():
-    os.write(1, b"hello from below Python\\\\n")
+    os.write(1, b"hello from below Python\\n")
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
     return model, (torch.randn(32, 8), torch.randint(0, 4, (32,))), loss
 
@@ -221,6 +221,23 @@ def test_exit_codes(
         assert document == {"target": f"{noisy}:make", "ok": outcome.ok}
 
 
+@pytest.mark.parametrize("name", ["plan", "profile", "frontier", "verify"])
+def test_shared_options_arrive(name: str, noisy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def asked(**options: Any) -> Any:
+        seen.update(options)
+        raise GradstowError("enough")
+
+    monkeypatch.setattr(gradstow, name, asked)
+    rules = ["--policy", "sqrt", "--policy", "relu=store", "--lossy", "0.01", "--offload", "host", "--optimizer", "sgd"]
+    assert main([name, f"{noisy}:sized", "--batch", "6", *rules]) == 1
+    assert (seen["policy"], seen["lossy"], seen["offload"]) == ("sqrt,relu=store", 0.01, "host")
+    assert (seen["batch"].shape, type(seen["optimizer"]).__name__) == ((6, 8), "SGD")
+    assert main([name, f"{noisy}:make", "--lossy", "int4"]) == 1
+    assert (seen["policy"], seen["lossy"], seen["optimizer"]) == ("auto", "int4", None)
+
+
 def test_an_error_that_is_not_ours_keeps_its_traceback(noisy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def verify(*_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError("a defect")
@@ -228,6 +245,102 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(noisy: str, monkeypatch: 
     monkeypatch.setattr(gradstow, "verify", verify)
     with pytest.raises(RuntimeError, match="a defect"):
         main(["verify", f"{noisy}:make"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["profile", "{file}:make", "--html", "{file}"], "that is the file of"),
+        (["plan", "{file}:make", "--out", "{file}"], "that is the file of"),
+        (["frontier", "{file}:make", "--out", "{file}"], "that is the file of"),
+        (["bench", "strategies", "{file}:make", "--csv", "{file}"], "that is the file of"),
+        (["profile", "{file}:make", "--html", "one", "--trace", "./one"], "cannot both be written to one"),
+        (["profile", "{file}:make", "--html", "a.svg", "--picture", "a.svg"], "cannot both be written to a.svg"),
+        (["profile", "{file}:make", "--measure", "--cuda-snapshot", "{file}"], "that is the file of"),
+        (["profile", "{file}:make", "--measure", "--trace", "one", "--cuda-snapshot", "one"], "cannot both be written"),
+        (["bench", "batch-size", "--model", "{file}:make", "--csv", "{file}"], "that is the file of"),
+        (["bench", "transformer", "--csv", "/dev/null"], "it is not a file"),
+        (["profile", "{file}:make", "--html", "/dev/null"], "it is not a file"),
+        (["plan", "{file}:make", "--out", "/dev/null"], "it is not a file"),
+        (["frontier", "{file}:make", "--out", "frontier.gif"], "no kind of picture"),
+        (["demo", "--quick", "--out", "demo.gif"], "no kind of picture"),
+    ],
+)
+def test_outputs_that_would_destroy_or_fail_are_refused_first(
+    arguments: list[str],
+    expected: str,
+    noisy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if arguments[0] == "demo" and not all(find_spec(name) for name in ("torchvision", "mlxtend", "matplotlib")):
+        pytest.skip("the demo's packages are not installed")
+    monkeypatch.chdir(tmp_path)
+    code, line = refusal(capsys, *(part.format(file=noisy) for part in arguments))
+    assert code == 2
+    assert expected in line
+    assert Path(noisy).read_text() == NOISY
+    assert [file.name for file in tmp_path.iterdir()] == ["noisy.py"]
+
+
+@pytest.mark.parametrize("arguments", [["frontier", "--out"], ["profile", "--picture"]])
+def test_a_picture_without_its_extra_is_refused_first(
+    arguments: list[str], noisy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, line = refusal(capsys, arguments[0], f"{noisy}:make", arguments[1], "picture.png")
+    assert code == 2
+    assert "pip install 'gradstow[report]'" in line
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from gradstow.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs limits on the sizes of files")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_full_disk_costs_no_results_and_no_file(noisy: str, tmp_path: Path, as_json: bool) -> None:
+    page, picture = tmp_path / "page.html", tmp_path / "p.png"
+    page.write_text("an older page")
+    picture.write_text("an older picture")
+    more = ["--json"] if as_json else []
+    arguments = ["profile", f"{noisy}:make", "--html", str(page), "--picture", str(picture), *more]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("gradstow: the page cannot be written to ")
+    assert "Traceback" not in done.stderr
+    if as_json:
+        document = json.loads(done.stdout)
+        assert document["peaks"]["plain"]["peak_bytes"] > 0
+        assert document["files"] == {}
+    else:
+        assert "modules at the peak" in done.stdout
+    assert page.read_text() == "an older page"
+    assert picture.read_text() == "an older picture"
+    assert not list(tmp_path.glob(".*part"))
+
+
+def test_a_terminal_that_does_not_know_a_sign() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from gradstow.cli import main; main([]); print('×12 █')"],
+        env={**os.environ, "PYTHONPATH": str(SRC), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("?12 ?\n")
 
 
 def test_plan_and_verify_print_one_json_document(noisy: str, tmp_path: Path) -> None:
@@ -375,11 +488,19 @@ def test_profile_prints_one_document_and_writes_its_files(noisy: str, tmp_path: 
         (("--html", "/nowhere/page.html"), "its folder does not exist"),
         (("--trace", "/"), "it is a folder"),
         (("--picture", "page.gif"), "no kind of picture"),
+        (("--cuda-snapshot", "step.pickle"), "Add --measure"),
+        (("--measure", "--cuda-snapshot", "/"), "it is a folder"),
+        (("--measure", "--cuda-snapshot", "step.pickle"), "there is no CUDA device here"),
     ],
 )
 def test_profile_refuses_before_anything_takes_time(
-    noisy: str, options: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]
+    noisy: str,
+    options: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, line = refusal(capsys, "profile", f"{noisy}:make", *options)
     assert code == 2
     assert words in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -16,6 +17,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 well, 1 refused or unequal, 2 bad input."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know "×", and a file's name may be no text
     try:
         from gradstow.cli._app import run
     except ImportError as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradstow._units import parse_budget
 from gradstow.cli._input import InputError
 
 if TYPE_CHECKING:
@@ -49,12 +51,59 @@ Optimizer = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
-def policy_of(given: list[str] | None) -> str:
-    """All that was said, as one text; later rules win."""
-    return ",".join(given or ["auto"])
+@dataclass(frozen=True)
+class Rules:
+    """How a step is planned; with ``spread`` each field is an option of the command."""
+
+    policy: Policy = None
+    lossy: Lossy = None
+    offload: Offload = None
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments of ``gs.plan`` and its like. Of several policies all hold, and later rules win."""
+        return {"policy": ",".join(self.policy or ["auto"]), "lossy": _code(self.lossy), "offload": self.offload}
 
 
-def lossy_of(text: str | None) -> str | float | None:
+@dataclass(frozen=True)
+class Build:
+    """How a target is built, and what steps it; with ``spread`` each field is an option of the command."""
+
+    seq: Seq = 256
+    attn: Attn = None
+    image: Image = None
+    optimizer: Optimizer = "none"
+
+    def step(self, target: str, batch: int | None, device: str | None = None) -> dict[str, Any]:
+        """The training step as arguments of ``gs.plan`` and its like: model, batch, loss and optimizer.
+
+        Args:
+            device: where model and batch are moved; None leaves them where the target makes them.
+
+        Raises:
+            InputError: there is no such target, or no such optimizer.
+        """
+        from gradstow.cli._targets import build_target  # here, so that --help does not wait for torch
+        from gradstow.train._window import map_tensors
+
+        made = build_target(target, batch, seq=self.seq, attn=self.attn, image=self.image)
+        model, data = made.model, made.batch
+        if device is not None:
+            model, data = model.to(device), map_tensors(data, lambda t: t.to(device))
+        return {"model": model, "batch": data, "loss": made.loss, "optimizer": _optimizer(self.optimizer, model)}
+
+
+def check_budgets(*budgets: str | None) -> None:
+    """Before anything takes time.
+
+    Raises:
+        BudgetError: one of them means nothing.
+    """
+    for text in budgets:
+        if text is not None:
+            parse_budget(text)
+
+
+def _code(text: str | None) -> str | float | None:
     """A code's name, or the error that a number stands for."""
     try:
         return None if text is None else float(text)
@@ -62,9 +111,9 @@ def lossy_of(text: str | None) -> str | float | None:
         return text
 
 
-def make_optimizer(name: str, model: torch.nn.Module) -> Any:
+def _optimizer(name: str, model: torch.nn.Module) -> Any:
     """The optimizer that an option names; None for "none"."""
-    import torch  # here, so that --help does not wait for it
+    import torch
 
     if name == "none":
         return None

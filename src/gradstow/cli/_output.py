@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradstow._errors import BudgetTooSmall, GradstowError
+from gradstow.cli._blame import blame
 
 Emit = Callable[[str, Mapping[str, Any]], None]
 _PATIENCE = 2.0  # seconds before progress is shown
@@ -25,20 +27,22 @@ def results(as_json: bool) -> Iterator[Emit]:
     """Yields ``emit(text, data)``, which prints the one that was asked for.
 
     With ``as_json`` everything else that writes to stdout, below Python too (user code, native
-    libraries), goes to stderr, and an error of ours becomes the document.
+    libraries), goes to stderr, and an error of ours becomes the document, where there is none yet. What the user's
+    own code raises becomes an error of ours.
     """
     if not as_json:
-        yield lambda text, _data: print(text, flush=True)
+        with _blamed():
+            yield lambda text, _data: print(text, flush=True)
         return
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     document: list[Mapping[str, Any]] = []
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), _blamed():
             yield lambda _text, data: document.append(data)
     except GradstowError as error:
-        document = [_error_document(error)]
+        document = document or [_error_document(error)]
         raise
     finally:
         sys.stdout.flush()
@@ -46,6 +50,51 @@ def results(as_json: bool) -> Iterator[Emit]:
         os.close(kept)
         for data in document:
             print(json.dumps(data, indent=1), flush=True)
+
+
+@contextmanager
+def _blamed() -> Iterator[None]:
+    try:
+        yield
+    except GradstowError:
+        raise
+    except Exception as error:
+        own = blame(error)
+        if own is None:
+            raise
+        raise own from error
+
+
+class Files:
+    """Writes results to files. Where that fails, what took minutes can still be printed before ``check`` tells.
+
+    Attributes:
+        written: what was written, and where.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, str] = {}
+        self._failed: GradstowError | None = None
+
+    def write(self, name: str, path: Path | None, write: Callable[[Path], object]) -> None:
+        """Call ``write(path)``, where there is a path."""
+        if path is None:
+            return
+        try:
+            write(path)
+            self.written[name] = str(path)
+        except GradstowError as error:
+            self._failed = self._failed or error
+
+    @property
+    def text(self) -> str:
+        """One line per file, each with a line's end in front of it."""
+        return "".join(f"\nThe {name} {'are' if name[-1] == 's' else 'is'} in {p}." for name, p in self.written.items())
+
+    def check(self) -> None:
+        """Raises the first failure."""
+        if self._failed is not None:
+            raise self._failed
 
 
 def _error_document(error: GradstowError) -> dict[str, Any]:
@@ -58,13 +107,13 @@ def _error_document(error: GradstowError) -> dict[str, Any]:
 class Meter:
     """Takes ``(stage, done, total)`` and shows it on stderr, once the work has taken two seconds.
 
-    On a terminal that is a bar; elsewhere one line per stage.
+    On a terminal that is a bar; elsewhere one line per stage. The work starts with ``stage`` where that is given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stage: str = "") -> None:
         self._console = Console(stderr=True)
         self._started = time.monotonic()
-        self._state: tuple[str, int, int] | None = None
+        self._state: tuple[str, int, int] | None = (stage, 0, 0) if stage else None
         self._told = ""
         self._bar: Progress | None = None
         self._task: Any = None

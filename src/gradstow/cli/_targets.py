@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gradstow.cli._blame import remember
 from gradstow.cli._input import InputError
 
 _KINDS = ("torchvision", "timm", "transformers")
@@ -205,6 +206,7 @@ def _load(path: Path, function: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))  # its own neighbours, as when Python runs the file
     sys.modules[path.stem] = module
+    remember(path)
     loader = spec.loader
     _in_user_code(path, "its import", lambda: loader.exec_module(module))
     found = getattr(module, function, None)
@@ -217,7 +219,7 @@ def _load(path: Path, function: str) -> Callable[..., Any]:
 def _in_user_code(path: Path, what: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script calls sys.exit
         lines = [f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(path)]
         line = f", line {lines[-1]}" if lines else ""
         raise InputError(f"{what} failed in {path}{line}: {type(error).__name__}: {error}") from error

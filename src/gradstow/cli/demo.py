@@ -18,7 +18,7 @@ from gradstow._units import format_bytes, parse_budget
 from gradstow.cli._demo_child import SMALL
 from gradstow.cli._demo_report import Demo, Setting
 from gradstow.cli._demo_run import Run, run_child
-from gradstow.cli._input import InputError, check_writable
+from gradstow.cli._input import InputError, check_picture, check_writable
 from gradstow.cli._options import AsJson
 from gradstow.cli._output import Meter, results
 
@@ -64,6 +64,7 @@ def _check(setting: Setting, out: Path) -> None:
     if missing:
         raise InputError(f"the demo needs {', '.join(missing)}, not installed here. Run: pip install 'gradstow[demo]'")
     check_writable(out, "the picture")
+    check_picture(out)
     if setting.batch < 2 or setting.steps < 1:
         raise InputError("the demo needs a batch of at least 2 and at least 1 step.")
 

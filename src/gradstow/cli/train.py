@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gradstow._units import parse_budget
 from gradstow.cli._input import InputError
-from gradstow.cli._options import AsJson, Attn, Budget, Image, Seq
+from gradstow.cli._options import AsJson, Attn, Budget, Image, Seq, check_budgets
 from gradstow.cli._output import results
 from gradstow.cli._train_options import Precision, check_precision, micro_batch_of
 
@@ -65,8 +64,7 @@ def train(
     from gradstow.cli._train_run import Run, Settings, run
 
     with results(as_json) as emit:
-        if budget is not None:
-            parse_budget(budget)  # before anything takes time
+        check_budgets(budget)
         check_precision(precision)
         _check_numbers(epochs, steps, batch, save_every, clip)
         _check_files(save, resume)

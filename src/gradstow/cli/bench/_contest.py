@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from gradstow._api import stow
-from gradstow._errors import BudgetTooSmall
 from gradstow._stow import is_stowed, unstow_model
 from gradstow._verify import Trainee, median_interval, seed
 from gradstow.capture import find_loss, same_randomness
-from gradstow.cli.bench._table import Row, refusal
+from gradstow.cli.bench._refused import Row, rows_of
 from gradstow.cost import measure_peak
 
 Call = Callable[[nn.Module, Any], Any]
@@ -86,32 +85,24 @@ class Contest:
     losses: dict[str, list[float]] = field(default_factory=dict)
     promises: dict[str, str] = field(default_factory=dict)
 
-    def run(self, ways: Sequence[Way], meter: Progress) -> list[Row]:
-        """One row for each way, in order; and for a refused one another, with the smallest budget.
+    def run(self, ways: Sequence[Way], meter: Progress) -> Iterator[Row]:
+        """One row for each way, in order, as it is measured; and after a refused one another, with the smallest budget.
 
         A row has: way, saved_bytes (alive between forward and backward, above what was alive before), step_peak_bytes,
         seconds, time_ratio and its 95 % interval, loss (of the last step), equal_to (the first row whose losses are the
         same in every step), equal (that is the first row), and accuracy where there is a judge; or refused.
         """
-        rows: list[Row] = []
         rival: Trainee | None = None
-        waiting = list(ways)
-        while waiting:
-            total = len(rows) + len(waiting)
-            way = waiting.pop(0)
-            tick = _Ticks(way.name, len(rows), total, self.steps + self.rounds, meter)
+
+        def measure(way: Way, done: int, total: int) -> Row:
+            nonlocal rival
+            tick = _Ticks(way.name, done, total, self.steps + self.rounds, meter)
             with same_randomness(), self._trainee(way) as trainee:
-                try:
-                    row = {"way": way.name, **self._train(way, trainee, tick)}
-                except BudgetTooSmall as error:
-                    rows.append({"way": way.name, "refused": refusal(error)})
-                    smaller = None if way.at_least is None else way.at_least(error.minimum_bytes)
-                    if smaller is not None and smaller.name not in self.losses:
-                        waiting.insert(0, smaller)
-                    continue
+                row = self._train(way, trainee, tick)
                 rival = rival or trainee
-                rows.append(row | self._time(rival, trainee, tick))
-        return rows
+                return row | self._time(rival, trainee, tick)
+
+        return rows_of(ways, measure)
 
     def kept_promises(self) -> bool:
         """Whether every way that ran has the losses that it promises."""

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from gradstow._errors import BudgetTooSmall
-from gradstow._units import format_bytes, format_seconds
-from gradstow.cli._input import InputError
-from gradstow.cli._output import Emit
+from gradstow.cli._output import Emit, Files, Meter
 from gradstow.cli._versions import VERSIONS, versions
-
-Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the rows to this file, with versions and date.")]
-Rounds = Annotated[int, typer.Option("--rounds", help="Timed rounds, interleaved with plain PyTorch.")]
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: its key in the rows, its title in the text, and how a value is shown there.
-
-    Without a title it is in JSON and CSV only. ``parts`` are added to the key where a value has several in a CSV.
-    """
-
-    key: str
-    title: str = ""
-    show: Callable[[Any], str] = str
-    parts: tuple[str, ...] = ("",)
-
-    @property
-    def in_csv(self) -> list[str]:
-        return [self.key + part for part in self.parts]
+from gradstow.cli.bench._columns import Column
+from gradstow.cli.bench._csv import SAME_PLACE, put_rows
+from gradstow.cli.bench._refused import REFUSED, Row
 
 
 @dataclass
@@ -46,6 +22,8 @@ class Table:
         command: such as "alexnet".
         about: one line on what was measured.
         settings: what was asked for, as data.
+        out: the CSV file.
+        found: what was measured once for all rows.
         notes: lines below the rows.
 
     A row with "refused" has that text in the place of its numbers.
@@ -55,17 +33,26 @@ class Table:
     about: str
     columns: Sequence[Column]
     settings: Mapping[str, Any]
+    out: Path | None = None
+    found: Mapping[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def publish(self, emit: Emit, out: Path | None) -> None:
-        """Print, then write the CSV: what took minutes is seen even where the disk is full."""
+    def measure(self, rows: Callable[[Meter], Iterable[Row]], emit: Emit) -> None:
+        """Take the rows as ``rows(meter)`` measures them; each is in the file at once, and all are printed at the end.
+
+        Raises:
+            GradstowError: the file cannot be written any more; what took minutes has been printed nevertheless.
+        """
         where = versions()
-        data = {"table": self.command, **self.settings, "rows": self.rows, "notes": self.notes, "versions": where}
-        written = "" if out is None else f"\nThe rows are in {out}."
-        emit(self.text(where) + written, data)
-        if out is not None:
-            self.write(out, where)
+        with Meter() as meter:
+            for row in rows(meter):
+                self.rows.append(row)
+                self._write(where)  # a failure, such as a full disk, is told at the end
+        data = {"table": self.command, **self.settings, **self.found, "rows": self.rows, "notes": self.notes}
+        files = self._write(where)
+        emit(self.text(where) + files.text, {**data, "versions": where})
+        files.check()
 
     def text(self, where: Mapping[str, Any]) -> str:
         shown = [column for column in self.columns if column.title]
@@ -84,20 +71,24 @@ class Table:
         used = f"torch {where['torch']}, gradstow {where['gradstow']}, Python {where['python']}"
         return "\n".join([self.about, *rows, *self.notes, f"{used}; {measured}, threads: {where['threads']}"])
 
-    def write(self, path: Path, where: Mapping[str, Any]) -> None:
+    def _write(self, where: Mapping[str, Any]) -> Files:
+        files = Files()
+        files.write("rows", self.out, lambda path: self._put(path, where))
+        return files
+
+    def _put(self, path: Path, where: Mapping[str, Any]) -> None:
+        whole = [{**self.settings, **self.found, **_parts(self.columns, row), **where} for row in self.rows]
         keys = [key for column in self.columns for key in column.in_csv]
-        if any("refused" in row for row in self.rows):
-            keys.append("refused")
-        settings = [name for name in self.settings if name not in keys]
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*settings, *keys, *VERSIONS], extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-            for row in self.rows:
-                whole = {**self.settings, **row, **where}
-                for column in self.columns:
-                    if len(column.in_csv) > 1 and column.key in row:
-                        whole |= zip(column.in_csv, row[column.key], strict=True)
-                writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in whole.items()})
+        keys += [key for key in REFUSED if any(key in row for row in self.rows)]
+        names = dict.fromkeys([*self.settings, *self.found, *keys, *VERSIONS])
+        same = [*self.settings, *(column.key for column in self.columns if column.naming), *SAME_PLACE]
+        put_rows(path, list(names), same, whole)
+
+
+def _parts(columns: Sequence[Column], row: Row) -> Row:
+    """The row with a value that has several parts in a column for each."""
+    apart = [zip(c.in_csv, row[c.key], strict=True) for c in columns if len(c.in_csv) > 1 and c.key in row]
+    return row | {name: value for parts in apart for name, value in parts}
 
 
 def _cell(column: Column, row: Mapping[str, Any]) -> str:
@@ -105,55 +96,6 @@ def _cell(column: Column, row: Mapping[str, Any]) -> str:
     return "" if value is None else column.show(value)
 
 
-def check_counts(**counts: int) -> None:
-    """Options that must be at least 1; ``steps=`` at least 2, because the first step of a plan is not like the others.
-
-    Raises:
-        InputError: one of them is less.
-    """
-    for name, value in counts.items():
-        least = 2 if name == "steps" else 1
-        if value < least:
-            raise InputError(f"--{name} {value} measures nothing. Give at least {least}.")
-
-
 def data_name(text: str) -> str:
     """A set's name, or a folder's without the way there, which is of one machine only."""
     return Path(text).resolve().name
-
-
-def refusal(error: BudgetTooSmall) -> str:
-    """Why a row has no numbers, short enough for a table."""
-    text = str(error)
-    return (text.partition(": ")[2] or text).partition(", set by")[0]
-
-
-def ratio(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def share(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def loss(value: float) -> str:
-    return f"{value:.6f}"
-
-
-def yes(value: bool) -> str:
-    return "yes" if value else "NO"
-
-
-def interval(value: Sequence[float]) -> str:
-    return f"{value[0]:.2f} to {value[1]:.2f}"
-
-
-STEP_PEAK = Column("step_peak_bytes", "step peak", format_bytes)
-SAVED = Column("saved_bytes", "saved", format_bytes)
-SECONDS = Column("seconds", "step", format_seconds)
-RATIO = Column("time_ratio", "time", ratio)
-INTERVAL = Column("time_ratio_interval", "95 %", interval, parts=("_low", "_high"))
-LOSS = Column("loss", "loss", loss)
-EQUAL_TO = Column("equal_to", "loss equal to")
-EQUAL = Column("equal")
-ACCURACY = Column("accuracy", "accuracy", share)

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradstow._units import format_bytes, parse_budget
-from gradstow.cli._input import InputError, check_writable
-from gradstow.cli._options import AsJson
-from gradstow.cli._output import Meter, results
-from gradstow.cli.bench._table import (
-    EQUAL,
-    EQUAL_TO,
-    INTERVAL,
-    LOSS,
-    RATIO,
-    SAVED,
-    SECONDS,
-    STEP_PEAK,
-    Column,
-    Csv,
-    Rounds,
-    Table,
-    check_counts,
-    data_name,
-)
+from gradstow._units import format_bytes
+from gradstow.cli._input import InputError
+from gradstow.cli._options import AsJson, check_budgets
+from gradstow.cli._output import results
+from gradstow.cli.bench import _columns as column
+from gradstow.cli.bench._options import Csv, Data, Rounds, Seed, Steps, check_counts, check_file
+from gradstow.cli.bench._table import Table, data_name
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradstow.cli.bench._contest import Way
+    from gradstow.cli.bench._contest import Contest, Way
 
 EXAMPLE = "Example: gradstow bench alexnet --batch 32 --steps 5 --rounds 3 --csv alexnet.csv"
-COLUMNS = (Column("way", "way"), STEP_PEAK, SAVED, SECONDS, RATIO, INTERVAL, LOSS, EQUAL_TO, EQUAL)
+COLUMNS = (column.WAY, *column.CONTEST)
 _SMALLEST_IMAGE = 63  # under that nothing is left after the last pooling
 _SEGMENTS = 4  # about the square root of AlexNet's 22 layers
 _LEARNING_RATE = 0.01  # the paper's, with its momentum of 0.9
@@ -42,10 +30,8 @@ _LEARNING_RATE = 0.01  # the paper's, with its momentum of 0.9
 def alexnet(
     batch: Annotated[int, typer.Option("--batch", help="Images in a batch.")] = 128,
     image: Annotated[int, typer.Option("--image", help="Width and height of an image; 63 is the least.")] = 224,
-    data: Annotated[
-        str | None, typer.Option("--data", help="mnist, fashion, the folder of CIFAR-10, or of images by class.")
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps that each way is trained.")] = 5,
+    data: Data = None,
+    steps: Steps = 5,
     rounds: Rounds = 5,
     budget: Annotated[
         list[str] | None, typer.Option("--budget", help="Of the planned rows: 70% and 50%; may be given again.")
@@ -54,50 +40,46 @@ def alexnet(
         list[str] | None,
         typer.Option("--skip", help="Leave out rows with this word, such as bf16, which few CPUs are fast with."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the weights and the order of the data.")] = 0,
+    seed: Seed = 0,
     out: Csv = None,
     as_json: AsJson = False,
 ) -> int:
     """AlexNet on real images: plain, checkpointed, bf16, lean layers, blocked layers, planned, and all together."""
     with results(as_json) as emit:
         budgets = budget or ["70%", "50%"]
-        for text in budgets:
-            parse_budget(text)
+        check_budgets(*budgets)
         check_counts(batch=batch, steps=steps, rounds=rounds)
         if image < _SMALLEST_IMAGE:
             raise InputError(f"--image {image} is too small for AlexNet's layers. Give at least {_SMALLEST_IMAGE}.")
-        check_writable(out, "the rows")
+        check_file(out, COLUMNS)
         chosen = _without(skip or [], _ways(budgets))
         contest, name = _contest(batch, image, data, steps, rounds, seed)
         settings = {"model": "torchvision:alexnet", "data": name, "batch": batch, "image": image, "steps": steps}
-        table = Table("alexnet", f"AlexNet on {name}, batch {batch}, images of {image} pixels", COLUMNS, settings)
-        with Meter() as meter:
-            table.rows = contest.run(chosen, meter)
+        about = f"AlexNet on {name}, batch {batch}, images of {image} pixels"
+        table = Table("alexnet", about, COLUMNS, {**settings, "seed": seed}, out)
         table.notes = [
             f"loss: of the last of {steps} steps; equal where it is the same bit for bit in every step",
             "a percentage is of the step peak of what is planned: of bf16 or lean layers where the row has them",
             _first_convolution(contest.model, batch, image),
         ]
-        table.publish(emit, out)
+        table.measure(partial(contest.run, chosen), emit)
         return 0 if contest.kept_promises() else 1
 
 
-def _contest(batch: int, image: int, data: str | None, steps: int, rounds: int, seed: int) -> tuple[Any, str]:
-    from gradstow.cli._data import Order, open_set
-    from gradstow.cli._pictures import usual_pictures
+def _contest(batch: int, image: int, data: str | None, steps: int, rounds: int, seed: int) -> tuple[Contest, str]:
     from gradstow.cli._targets import build_target
     from gradstow.cli._train_options import training_optimizer
-    from gradstow.cli.bench._contest import Contest
+    from gradstow.cli.bench._images import image_contest
 
-    if data == "text":
-        raise InputError("bench alexnet trains on images. Give --data mnist, fashion or a folder.")
-    samples = open_set(data or usual_pictures(), channels=3, side=image, seq=1)
-    order = Order(len(samples), batch, seed)
-    model = build_target(f"torchvision:alexnet,num_classes={samples.classes}", 1, image=image, seed=seed).model
-    contest = Contest(
-        model=model,
-        batch=lambda step: samples.batch(order.numbers(step)),
-        call=lambda model, pair: model(pair[0]),
+    contest, samples = image_contest(
+        "alexnet",
+        data,
+        batch,
+        image,
+        seed,
+        make=lambda classes: (
+            build_target(f"torchvision:alexnet,num_classes={classes}", 1, image=image, seed=seed).model
+        ),
         loss=_loss,
         optimizer=lambda model: training_optimizer("sgd", model, _LEARNING_RATE),
         steps=steps,

@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradstow.cli._input import InputError, check_writable
+from gradstow.cli._input import InputError
 from gradstow.cli._options import AsJson, Image
-from gradstow.cli._output import Meter, results
+from gradstow.cli._output import results
 from gradstow.cli._train_options import OPTIMIZERS, training_optimizer
-from gradstow.cli.bench._table import (
-    ACCURACY,
-    STEP_PEAK,
-    Column,
-    Csv,
-    Row,
-    Table,
-    check_counts,
-    data_name,
-    share,
-)
+from gradstow.cli.bench import _columns as column
+from gradstow.cli.bench._columns import Column
+from gradstow.cli.bench._options import Csv, Data, Seed, check_counts, check_file
+from gradstow.cli.bench._refused import Row
+from gradstow.cli.bench._table import Table, data_name
 
 if TYPE_CHECKING:
+    from gradstow.cli._output import Meter
     from gradstow.cli._trained import Job
 
 EXAMPLE = "Example: gradstow bench batch-size --model small --batches 32,128 --epochs 2 --csv batch_size.csv"
 COLUMNS = (
-    Column("batch", "batch"),
-    Column("scaled", "scaled", lambda value: "yes" if value else "no"),
-    Column("lr", "lr", "{:.4g}".format),
-    Column("steps", "steps"),
+    Column("batch", "batch", naming=True),
+    Column("scaled", "scaled", lambda value: "yes" if value else "no", naming=True),
+    Column("lr", "lr", "{:.4g}".format, naming=True),
+    Column("steps", "steps", naming=True),
     Column("images_per_second", "images/s", "{:.1f}".format),
     Column("flops_per_image"),
-    Column("utilisation", "utilisation", share),
-    STEP_PEAK,
-    ACCURACY,
+    Column("utilisation", "utilisation", column.share),
+    column.STEP_PEAK,
+    column.ACCURACY,
     Column("loss"),
 )
 _RATES = {"sgd": 0.01}  # what the small network learns best with at batch 32
@@ -75,9 +71,7 @@ def batch_size(
             "weights), or a target of images.",
         ),
     ] = "resnet50",
-    data: Annotated[
-        str | None, typer.Option("--data", help="mnist, fashion, the folder of CIFAR-10, or of images by class.")
-    ] = None,
+    data: Data = None,
     batches: Annotated[
         str, typer.Option("--batches", help="Batch sizes, apart by commas or blanks; --lr is for the first one.")
     ] = "32,128,512",
@@ -89,11 +83,14 @@ def batch_size(
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate for the first batch size.")] = None,
     rule: Annotated[str, typer.Option("--rule", help="linear, or sqrt as is usual for adamw and lamb.")] = "linear",
     image: Image = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the weights and the order of the data.")] = 0,
+    seed: Seed = 0,
     out: Csv = None,
     as_json: AsJson = False,
 ) -> None:
     """Train at several batch sizes, with the learning rate left alone and scaled with a warm-up."""
+    from gradstow.cli.bench._flops import matmul_peak
+    from gradstow.cli.bench._images import image_set
+
     with results(as_json) as emit:
         sizes = _sizes(batches)
         if epochs < 1:
@@ -104,30 +101,21 @@ def batch_size(
                 f"--optimizer {optimizer} --rule {rule} is not known. Choose one of {', '.join(OPTIMIZERS)}; and "
                 "linear or sqrt."
             )
-        if data == "text":
-            raise InputError("bench batch-size trains on images. Give --data mnist, fashion or a folder.")
-        check_writable(out, "the rows")
-        name = data or _usual_pictures()
+        check_file(out, COLUMNS, model)
+        name = image_set("batch-size", data)
         rate = {**OPTIMIZERS, **_RATES}[optimizer] if lr is None else lr
         setting = _Setting(_maker(model, name, image, seed), optimizer, rate, rule, sizes[0], epochs, steps, seed)
         shown = data_name(name)
         settings = {"model": model, "data": shown, "base_batch": sizes[0], "optimizer": optimizer, "epochs": epochs}
+        settings |= {"image": image or _SIDES.get(model), "seed": seed}
+        peak = matmul_peak()
         about = f"{model} on {shown}, {optimizer}; scaled: {rule} from batch {sizes[0]}, one epoch of warm-up"
-        table = Table("batch-size", about, COLUMNS, settings)
-        with Meter() as meter:
-            table.rows, peak = _rows(setting, sizes, meter)
-        table.settings = {**settings, "matmul_flops": peak}
+        table = Table("batch-size", about, COLUMNS, settings, out, {"matmul_flops": peak})
         table.notes = [
             f"utilisation: floating-point operations of forward and backward, of the {peak / 1e9:.1f} GFLOP/s that a "
             "float32 matrix product reaches here"
         ]
-        table.publish(emit, out)
-
-
-def _usual_pictures() -> str:
-    from gradstow.cli._pictures import usual_pictures
-
-    return usual_pictures()
+        table.measure(partial(_rows, setting, sizes, peak), emit)
 
 
 def _sizes(text: str) -> list[int]:
@@ -162,14 +150,11 @@ def _small_job(data: str, size: int, image: int, seed: int) -> Job:
     return job_of("small", model, samples, lambda pair: pair, mean_loss, Order(len(samples), size, seed), size, "cpu")
 
 
-def _rows(setting: _Setting, sizes: list[int], meter: Meter) -> tuple[list[Row], float]:
-    """A row for each size, with and without scaling; and the FLOP/s of a matrix product."""
-    from gradstow.cli.bench._flops import matmul_peak
-
+def _rows(setting: _Setting, sizes: list[int], peak: float, meter: Meter) -> Iterator[Row]:
+    """A row for each size, with and without scaling; ``peak``: the FLOP/s of a matrix product."""
     asked = [(size, scaled) for size in sizes for scaled in (False, True) if not scaled or size != sizes[0]]
     totals = {size: setting.steps(setting.make(size)) for size in sizes}  # a batch too large is refused at once
-    whole, done, rows = sum(totals[size] for size, _ in asked), 0, []
-    peak = matmul_peak()
+    whole, done = sum(totals[size] for size, _ in asked), 0
     for size, scaled in asked:
         name = f"batch {size}{', scaled' if scaled else ''}"
 
@@ -177,9 +162,8 @@ def _rows(setting: _Setting, sizes: list[int], meter: Meter) -> tuple[list[Row],
             meter(name, before + step, whole)
 
         tick(0)
-        rows.append(_row(setting, size, scaled, peak, tick))
+        yield _row(setting, size, scaled, peak, tick)
         done += totals[size]
-    return rows, peak
 
 
 def _row(setting: _Setting, size: int, scaled: bool, peak: float, tick: Callable[[int], None]) -> Row:

@@ -7,27 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradstow._units import parse_budget
-from gradstow.cli._input import InputError, check_writable
-from gradstow.cli._options import AsJson, Attn, Batch, Image, Seq
-from gradstow.cli._output import Meter, results
-from gradstow.cli.bench._table import (
-    ACCURACY,
-    EQUAL,
-    EQUAL_TO,
-    INTERVAL,
-    LOSS,
-    RATIO,
-    SAVED,
-    SECONDS,
-    STEP_PEAK,
-    Column,
-    Csv,
-    Rounds,
-    Table,
-    check_counts,
-    data_name,
-)
+from gradstow.cli._input import InputError
+from gradstow.cli._options import AsJson, Attn, Batch, Image, Seq, check_budgets
+from gradstow.cli._output import results
+from gradstow.cli.bench import _columns as column
+from gradstow.cli.bench._options import Csv, Rounds, check_counts, check_file
+from gradstow.cli.bench._table import Table, data_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +24,8 @@ EXAMPLE = (
     "or: gradstow bench strategies torchvision:resnet18 --batch 8"
 )
 COLUMNS = (
-    Column("strategy", "strategy"), SAVED, STEP_PEAK, SECONDS, RATIO, INTERVAL, ACCURACY, LOSS, EQUAL_TO, EQUAL,
+    column.STRATEGY, column.SAVED, column.STEP_PEAK, column.SECONDS, column.RATIO, column.INTERVAL, column.ACCURACY,
+    column.LOSS, column.EQUAL_TO, column.EQUAL,
 )  # fmt: skip
 _BATCH, _STEPS, _SIDE = 128, 150, 32
 _LEARNING_RATE = 2e-3
@@ -85,65 +71,53 @@ def strategies(
     """Store all, recompute all, selective, sqrt, compressed, planned: memory, time, equality, accuracy."""
     with results(as_json) as emit:
         budgets = budget or ["75%", "60%"]
-        for text in budgets:
-            parse_budget(text)
+        check_budgets(*budgets)
         check_counts(rounds=rounds, **({} if batch is None else {"batch": batch}))
-        check_writable(out, "the rows")
+        check_file(out, COLUMNS, target)
         if target is not None:
             if data is not None or steps is not None:
                 raise InputError("--data and --steps are for the small CNN, not for a target. Leave out one of them.")
             from gradstow.cli.bench._of_target import of_target
 
-            table, kept = of_target(target, batch, budgets, rounds, train, seq, attn, image)
-        else:
-            check_counts(steps=_STEPS if steps is None else steps)
-            sizes = (batch or _BATCH, image or _SIDE, _STEPS if steps is None else steps)
-            table, kept = _of_small_cnn(data, *sizes, budgets, rounds, seed)
-        table.publish(emit, out)
-        return 0 if kept else 1
-
-
-def _of_small_cnn(
-    data: str | None, batch: int, image: int, steps: int, budgets: list[str], rounds: int, seed: int
-) -> tuple[Table, bool]:
-    contest, name = _contest(data, batch, image, steps, rounds, seed)
-    settings = {"model": "small CNN", "data": name, "batch": batch, "image": image, "steps": steps}
-    table = Table("strategies", f"a small CNN on {name}, batch {batch}, {steps} steps", COLUMNS, settings)
-    ways = _ways(budgets, seed)
-    with Meter() as meter:
-        rows = contest.run(ways, meter)
-    table.rows = [{"strategy": row.pop("way"), **row} for row in rows]
-    table.notes = ["accuracy: of held-out images; loss: of the last step, equal where it is the same in every step"]
-    return table, contest.kept_promises()
+            return of_target(target, batch, budgets, rounds, train, seq, attn, image, out, emit)
+        steps = _STEPS if steps is None else steps
+        check_counts(steps=steps)
+        batch, image = batch or _BATCH, image or _SIDE
+        contest, name = _contest(data, batch, image, steps, rounds, seed)
+        settings = {"model": "small CNN", "data": name, "batch": batch, "image": image, "steps": steps, "seed": seed}
+        table = Table("strategies", f"a small CNN on {name}, batch {batch}, {steps} steps", COLUMNS, settings, out)
+        table.notes = ["accuracy: of held-out images; loss: of the last step, equal where it is the same in every step"]
+        ways = _ways(budgets, seed)
+        table.measure(lambda meter: ({"strategy": row.pop("way"), **row} for row in contest.run(ways, meter)), emit)
+        return 0 if contest.kept_promises() else 1
 
 
 def _contest(data: str | None, batch: int, image: int, steps: int, rounds: int, seed: int) -> tuple[Contest, str]:
     import torch
 
-    from gradstow.cli._data import Order, open_set
-    from gradstow.cli._pictures import usual_pictures
     from gradstow.cli._train_options import training_optimizer
     from gradstow.cli._trained import judged, mean_loss
-    from gradstow.cli.bench._contest import Contest
+    from gradstow.cli.bench._images import image_contest
     from gradstow.cli.bench._networks import small_cnn
 
-    if data == "text":
-        raise InputError("bench strategies trains on images. Give --data mnist, fashion or a folder.")
-    samples = open_set(data or usual_pictures(), channels=3, side=image, seq=1)
-    order = Order(len(samples), batch, seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = small_cnn(3, samples.classes or 10)
-    contest = Contest(
-        model=model,
-        batch=lambda step: samples.batch(order.numbers(step)),
-        call=lambda model, pair: model(pair[0]),
+    def make(classes: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return small_cnn(3, classes)
+
+    contest, samples = image_contest(
+        "strategies",
+        data,
+        batch,
+        image,
+        seed,
+        make=make,
         loss=mean_loss,
         optimizer=lambda model: training_optimizer("adamw", model, _LEARNING_RATE),
         steps=steps,
         rounds=rounds,
-        judge=lambda model: judged(model, samples, lambda pair: pair, mean_loss)[1],
     )
+    contest.judge = lambda model: judged(model, samples, lambda pair: pair, mean_loss)[1]
     return contest, data_name(samples.name)
 
 

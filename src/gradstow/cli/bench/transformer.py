@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradstow._units import parse_budget
-from gradstow.cli._input import InputError, check_writable
-from gradstow.cli._options import AsJson
-from gradstow.cli._output import Meter, results
-from gradstow.cli.bench._table import (
-    EQUAL_TO,
-    INTERVAL,
-    LOSS,
-    RATIO,
-    SAVED,
-    SECONDS,
-    STEP_PEAK,
-    Column,
-    Csv,
-    Rounds,
-    Table,
-    check_counts,
-)
+from gradstow.cli._input import InputError
+from gradstow.cli._options import AsJson, check_budgets
+from gradstow.cli._output import results
+from gradstow.cli.bench import _columns as column
+from gradstow.cli.bench._options import Csv, Rounds, Seed, Steps, check_counts, check_file
+from gradstow.cli.bench._table import Table
 
 if TYPE_CHECKING:
+    from gradstow.cli._output import Meter
     from gradstow.cli.bench._contest import Contest, Way
+    from gradstow.cli.bench._refused import Row
 
 EXAMPLE = "Example: gradstow bench transformer --seq 128 --seq 512 --batch 2 --csv transformer.csv"
-COLUMNS = (
-    Column("seq", "seq"), Column("way", "way"), STEP_PEAK, SAVED, SECONDS, RATIO, INTERVAL, LOSS, EQUAL_TO,
-)  # fmt: skip
+COLUMNS = (column.Column("seq", "seq", naming=True), column.WAY, *column.CONTEST)
 # Bytes as tokens; without dropout in the attention, which no fused kernel of the CPU has.
 _MODEL = "transformers:gpt2,n_layer=4,n_embd=256,n_head=8,vocab_size=256,attn_pdrop=0.0"
 
@@ -43,42 +33,49 @@ def transformer(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Sequences in a batch.")] = 4,
     model: Annotated[str, typer.Option("--model", help="transformers:NAME,option=value of a text model.")] = _MODEL,
-    steps: Annotated[int, typer.Option("--steps", help="Steps that each way is trained.")] = 3,
+    steps: Steps = 3,
     rounds: Rounds = 5,
     budget: Annotated[str, typer.Option("--budget", help="Of the planned rows.")] = "60%",
-    seed: Annotated[int, typer.Option("--seed", help="Of the weights and the order of the data.")] = 0,
+    seed: Seed = 0,
     out: Csv = None,
     as_json: AsJson = False,
 ) -> int:
     """A GPT-2 on English text: how its step peak grows with the sequence, and what attention and plans change."""
     with results(as_json) as emit:
-        parse_budget(budget)
+        check_budgets(budget)
         lengths = list(dict.fromkeys(seq or [128, 256, 512, 1024]))
         check_counts(batch=batch, steps=steps, rounds=rounds, seq=min(lengths))
-        check_writable(out, "the rows")
+        check_file(out, COLUMNS)
         if not model.startswith("transformers:"):
             raise InputError(f"--model {model} is not of transformers. Write transformers:gpt2,n_layer=4.")
+        contest = partial(_contest, model, batch, steps=steps, rounds=rounds, seed=seed)
         for length in lengths:  # all of them are refused before the first one takes time
-            _contest(model, batch, length, steps, rounds, seed)
-        settings = {"model": model, "data": "text", "batch": batch, "steps": steps}
-        table = Table("transformer", f"{model} on English text, batch {batch}", COLUMNS, settings)
-        ways, kept = _ways(budget), True
-        with Meter() as meter:
-            for number, length in enumerate(lengths):
-                contest = _contest(model, batch, length, steps, rounds, seed)
-                done = number * len(ways) * (steps + rounds)
-
-                def tick(stage: str, more: int, total: int, done: int = done, length: int = length) -> None:
-                    meter(f"seq {length}, {stage}", done + more, total * len(lengths))
-
-                table.rows += [{"seq": length, **row} for row in contest.run(ways, tick)]
-                kept = kept and contest.kept_promises()
+            contest(length)
+        settings = {"model": model, "data": "text", "batch": batch, "steps": steps, "seed": seed}
+        table = Table("transformer", f"{model} on English text, batch {batch}", COLUMNS, settings, out)
         table.notes = [
             "time: of a step, as a ratio to eager attention at the same length",
             "a percentage is of the step peak of the same attention unplanned",
         ]
-        table.publish(emit, out)
-        return 0 if kept else 1
+        kept: list[bool] = []
+        table.measure(lambda meter: _rows(contest, lengths, _ways(budget), meter, kept), emit)
+        return 0 if all(kept) else 1
+
+
+def _rows(
+    contest_of: Callable[[int], Contest], lengths: list[int], ways: list[Way], meter: Meter, kept: list[bool]
+) -> Iterator[Row]:
+    """The rows of each length; whether each kept its promises is added to ``kept``."""
+    for number, length in enumerate(lengths):
+        contest = contest_of(length)
+        done = number * len(ways) * (contest.steps + contest.rounds)
+
+        def tick(stage: str, more: int, total: int, done: int = done, length: int = length) -> None:
+            meter(f"seq {length}, {stage}", done + more, total * len(lengths))
+
+        for row in contest.run(ways, tick):
+            yield {"seq": length, **row}
+        kept.append(contest.kept_promises())
 
 
 def _contest(text: str, batch: int, seq: int, steps: int, rounds: int, seed: int) -> Contest:
