@@ -114,6 +114,23 @@ def named_weights(model: torch.nn.Module, batch: Any) -> tuple[Held, ...]:
     )
 
 
+def with_first_names(plan: Plan, model: torch.nn.Module) -> Plan:
+    """The plan with each module under the name of ``named_modules``, the first; the capture may find it by another."""
+    first = {id(module): name for name, module in model.named_modules()}
+
+    def name(path: str) -> str:
+        try:
+            return first.get(id(model.get_submodule(path)), path)
+        except AttributeError:  # a name of the tracer's own
+            return path
+
+    regions = tuple(
+        replace(region, ops=tuple(replace(op, module=name(op.module)) for op in region.ops))
+        for region in plan.graph.regions
+    )
+    return replace(plan, graph=replace(plan.graph, regions=regions))
+
+
 def measure_steps(
     plan: Plan,
     model: torch.nn.Module,

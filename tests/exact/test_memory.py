@@ -227,6 +227,7 @@ class _Allocator:
 
 def test_cuda_reads_the_allocators_own_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = _Allocator()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: fake.live)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: fake.peak)
@@ -273,6 +274,15 @@ def test_a_reading_grows_with_what_is_held(device: str) -> None:
     assert after.to_json()["reserved_bytes"] == after.reserved_bytes
 
 
-def test_a_reading_of_another_device_is_refused() -> None:
-    with pytest.raises(GradstowError, match="memory cannot measure on 'meta'"):
-        gs.memory("meta")
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("meta", "memory cannot measure on 'meta'"),
+        ("nonsense", "memory knows no device 'nonsense'. Write cpu, cuda or cuda:0"),
+        (0.5, "memory knows no device 0.5"),
+        ("cuda:99", "memory cannot measure on cuda:99: PyTorch sees [0-9] CUDA devices here"),
+    ],
+)
+def test_a_reading_of_another_device_is_refused(device: Any, words: str) -> None:
+    with pytest.raises(GradstowError, match=words):
+        gs.memory(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 import gradstow as gs
-from gradstow.report import saved_by_module
+from gradstow.report import Held, saved_by_module
+from gradstow.report._tree import module_tree
 
 
 class Block(nn.Module):
@@ -69,6 +71,99 @@ def test_what_is_saved_is_what_autograd_saves_in_each_module() -> None:
     assert saved["blocks.0.act"] == 4 * 8 * 24 * 24 * 4
     assert saved_by_module(found.plan) == saved
     assert not any(p.grad is not None for p in model.parameters()), "the user's model took no step"
+
+
+class Twice(nn.Module):
+    """Two outputs: the loss saves the second, and the first is one that its own op saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(8, 16), nn.Linear(8, 16), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"a": self.act(self.a(x)), "b": self.b(x), "none": None}
+
+
+@pytest.mark.usefixtures("guessed_costs")
+def test_an_output_that_the_backward_reads_is_saved_too() -> None:
+    found = gs.profile(
+        Twice(), torch.randn(32, 8), loss=lambda out, _: out["a"].mean() + out["b"].square().mean(), measure=True
+    )
+    assert found.plain.parts.get("saved") is None, "the loop holds them anyway"
+    assert saved_by_module(found.plan) == found.measured["plain"].saved == {"act": 2048, "b": 2048}
+    data = found.to_json()
+    assert data["saved"] == data["measured"]["plain"]["saved"]
+
+
+class Shared(nn.Module):
+    """Layers with several names, called by the last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Tanh()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())])
+        self.block = self.blocks[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.block(self.second(x))
+        return result.square()
+
+
+@pytest.mark.usefixtures("guessed_costs")
+def test_a_layer_with_several_names_is_called_by_its_first() -> None:
+    model, batch = Shared(), torch.randn(32, 8)
+    found = gs.profile(model, batch, loss=lambda out, _: out.mean(), budget="100%", measure=True)
+    names = {"first": 1024, "blocks.0.1": 1024}
+    assert found.to_json()["saved"] == names == found.measured["plain"].saved
+    assert {row.module for row in found.plain.rows} <= {name for name, _ in model.named_modules()}
+    gs.stow(model, plan=found.plan)  # the same plan under any name
+    model(batch).mean().backward()
+
+
+class Deep(nn.Module):
+    """A name longer than a line, and more than ten layers that save as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())]
+        self.add_module("a_long_name_" * 30, nn.Sequential(*layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layers in self.children():
+            x = layers(x)
+        return x
+
+
+@pytest.mark.usefixtures("guessed_costs")
+def test_no_line_is_longer_than_a_terminal_and_the_rest_is_counted() -> None:
+    text = gs.profile(Deep(), torch.randn(64, 32), loss=lambda out, _: out.square().mean(), measure=True).text()
+    assert max(map(len, text.splitlines())) <= 120
+    saved = text.partition("saved for the backward, by the module")[2].splitlines()
+    assert saved[1].split() == ["96.0", "KiB", "96.0", "KiB", "(all)"]
+    assert saved[12].split() == ["16.0", "KiB", "16.0", "KiB", "2", "more"]
+
+
+@pytest.mark.parametrize(
+    ("names", "members"),
+    [
+        (range(12), "0…11"),
+        (range(0, 12, 3), "0, 3, 6, 9"),
+        (range(1, 25, 2), "1, 3, 5, 7 … 23"),
+        ([10, 9, 11], "9…11"),
+    ],
+)
+def test_layers_of_one_line_are_named(names: Iterable[int], members: str) -> None:
+    rows = [Held("a value", "saved", 8, module=f"blocks.{name}.act") for name in names]
+    (blocks,) = module_tree(rows).children
+    (layers,) = blocks.children
+    assert (layers.name, layers.times, layers.members) == ("*", len(rows), members)
+    assert layers.to_json()["members"] == members
+    assert layers.children[0].members == ""
+
+
+def test_names_that_only_look_like_numbers_stay() -> None:
+    rows = [Held("a value", "saved", 8, module=name) for name in ("²", "³")]
+    assert [child.name for child in module_tree(rows).children] == ["²", "³"]
 
 
 def test_gradients_that_exist_are_resident() -> None:

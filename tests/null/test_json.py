@@ -58,6 +58,7 @@ def test_every_field_of_a_graph() -> None:
         outside_bytes=8,
         outside_calls=(("a call", 3),),
         parts=True,
+        codegen="inductor",
         versions={"torch": "2.14.1"},
     )
     assert all(getattr(graph, field.name) != field.default for field in fields(graph)), "a field that keeps its default"

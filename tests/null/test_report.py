@@ -288,3 +288,14 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(GradstowError, match=r"pip install 'gradstow\[report\]'"):
         memory_picture(tmp_path / "memory.png", CURVES)
+
+
+def test_names_cannot_command_a_terminal() -> None:
+    from gradstow.report._profile_text import _cut
+    from gradstow.report._text import _render, cut
+
+    name = "a\x1b[31m\nb\u202ec"
+    for text in (_cut(name, 40), cut(name, 40), _render(("", "", "", "", "", "x" * 20 + name), name)):
+        assert text.isprintable()
+        assert "[31m" in text
+    assert _cut("×12 日本語 █", 40) == "×12 日本語 █"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,34 @@ def test_an_interrupt_gives_the_best_so_far_where_that_was_asked_for(monkeypatch
     assert plan.predicted_step_peak_bytes <= 12 * MIB
     with pytest.raises(KeyboardInterrupt):
         make_plan(graph, costs_of(graph), **options)
+
+
+def test_a_plan_that_an_interrupt_had_a_part_in_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the replay has it decided again, and where all orders are tried."""
+    graph, real, solves = tower(20), Stages.solve, []
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        solves.append(1)
+        return interrupted() if len(solves) == 1 else real(*args, **kwargs)
+
+    peaks = iter([12 * MIB + 1])
+    monkeypatch.setattr(_solve, "_replayed_peak", lambda *_: next(peaks, 0))
+    monkeypatch.setattr(Stages, "solve", once)
+    options: dict[str, Any] = {"step_budget": 12 * MIB, "budget": "", "effort": Effort(interruptible=True)}
+    plan = make_plan(graph, costs_of(graph), **options)
+    assert len(solves) > 1
+    assert plan.solver["interrupted"]
+    monkeypatch.undo()
+    monkeypatch.setattr(Stages, "solve", interrupted)
+    monkeypatch.setattr(_small, "best", cheapest)
+    plan = make_plan(graph, costs_of(graph), **options)
+    assert plan.solver == {"solver": "all orders", "interrupted": True}
+
+
+def cheapest(problem: Problem, budget: int) -> Outcome:
+    """One that fits, as if it took no time."""
+    fitting = _search.settle(problem, _search.greedy(problem, budget), budget, Effort())
+    return replace(fitting, seconds=-1.0)
 
 
 def test_an_interrupt_before_there_is_an_order_stops(monkeypatch: pytest.MonkeyPatch) -> None:

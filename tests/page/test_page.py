@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradstow as gs
-from gradstow._units import format_bytes
+from gradstow._units import format_bytes, format_seconds
 from gradstow.report import profile_page
 
 By = pytest.importorskip("selenium.webdriver.common.by").By
@@ -104,6 +104,69 @@ def test_the_numbers_are_those_of_the_data(opened: Callable[..., Any], profile: 
     assert len(points) == len(profile["frontier"]["points"])
     assert page.find_element(By.ID, "chosen")
     assert f"{100 * profile['plan']['gap']:.2f} %" in page.find_element(By.ID, "proof").text
+
+
+def test_bytes_and_seconds_read_as_in_the_text(opened: Callable[..., Any]) -> None:
+    page = opened()
+    counts = [0, 7, 1023, 1024, 1280, 1792, 3328, 1023 * 1024, 10**6, 1048524, 5 * 2**30, 3 * 2**40 + 2**35, 2**53]
+    assert page.execute_script("return arguments[0].map(bytes)", counts) == [format_bytes(n) for n in counts]
+    times = [0.0, 2.5e-6, 3.5e-6, 1e-3, 0.00125, 0.0625, 0.99999, 1.125, 12.345]
+    assert page.execute_script("return arguments[0].map(seconds)", times) == [format_seconds(t) for t in times]
+
+
+def test_what_is_saved_is_predicted_and_measured_side_by_side(
+    opened: Callable[..., Any], profile: dict[str, Any]
+) -> None:
+    page, run = opened(), profile["measured"]["plain"]["saved"]
+    rows = [row.text for row in page.find_elements(By.CSS_SELECTOR, "#saved tbody tr")]
+    total = format_bytes(sum(profile["saved"].values())), format_bytes(sum(run.values()))
+    assert rows[-1] == f"all {total[0]} {total[1]}"
+    name = max(run, key=lambda one: run[one])
+    assert f"{name} {format_bytes(profile['saved'][name])} {format_bytes(run[name])}" in rows
+
+
+def test_what_holds_a_value_is_named(opened: Callable[..., Any], profile: dict[str, Any]) -> None:
+    page = opened()
+    chart = page.find_elements(By.CSS_SELECTOR, "#charts svg")[0]
+    chart.send_keys("p")
+    held = profile["peaks"]["plain"]["rows"]
+    saved = max((row for row in held if row["part"] == "saved"), key=lambda row: row["bytes"])
+    assert f"until {saved['until']}" in page.find_element(By.ID, "moment").text
+    page.find_element(By.XPATH, "//summary[starts-with(., 'Every tensor')]").click()
+    rows = page.find_elements(By.CSS_SELECTOR, "#held tbody tr")
+    assert len(rows) == len(held)
+    for row, one in zip(rows, held, strict=True):
+        assert row.text.endswith(format_bytes(one["bytes"]))
+        assert one["until"] in row.text
+
+
+def test_long_names_do_not_widen_the_page(opened: Callable[..., Any], profile: dict[str, Any]) -> None:
+    """A name without a space, in every place that shows one."""
+    data = json.loads(json.dumps(profile).replace("addmm", "y" * 400))
+    data["modules"]["plain"]["children"][0]["name"] = data["plan"]["rows"][0]["module"] = "x" * 400
+    for size in (SMALL, LARGE):
+        page = opened(size, data)
+        assert errors(page) == []
+        assert page.execute_script("return document.documentElement.scrollWidth") <= size[0]
+
+
+def test_on_a_phone_text_is_large_enough_and_fingers_hit(opened: Callable[..., Any]) -> None:
+    page = opened(SMALL)
+    heights = page.execute_script(
+        "return [...document.querySelectorAll('#curve text')].map((text) => text.getBoundingClientRect().height)"
+    )
+    assert min(heights) > 10
+    places = page.execute_script(
+        "return [...document.querySelectorAll('#curve text')].map((text) => text.getBoundingClientRect())"
+    )
+    assert all(place["left"] >= 0 and place["right"] <= SMALL[0] for place in places)
+    small = page.execute_script(
+        "return [...document.querySelectorAll('button, select, input, summary')].filter("
+        "(element) => element.offsetHeight && element.offsetHeight < 24).map((element) => element.outerHTML)"
+    )
+    assert small == []
+    rows = page.execute_script("return [...document.querySelectorAll('#rows tbody tr')].map((row) => row.offsetHeight)")
+    assert max(rows) < 80, "a reason takes no line per word"
 
 
 def test_the_table_filters_and_sorts(opened: Callable[..., Any], profile: dict[str, Any]) -> None:

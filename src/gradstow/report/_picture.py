@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstow._errors import GradstowError
+from gradstow._files import write_bytes
 
 _MIB = 2**20
 _COLOURS = ("#9a9a9a", "#1f6f8b", "#c0562f", "#5b7f3a")
@@ -79,11 +81,12 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
     Raises:
         GradstowError: the file cannot be written.
     """
+    drawn = io.BytesIO()
     try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
+        figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:].lower() or None)
+    except ValueError as error:  # a format that matplotlib does not know
         raise GradstowError(f"the picture cannot be written to {path}: {error}.") from error
-    return Path(path)
+    return write_bytes(path, drawn.getvalue(), "the picture")
 
 
 def _mib(count: int) -> str:

@@ -44,7 +44,7 @@ def saved_by_module(plan: PlanData) -> dict[str, int]:
     """Predicted bytes that plain PyTorch saves for the backward, by the module that makes them."""
     story, found = Story(plan, plain=True), dict[str, int]()
     for life in story.timeline.lives:
-        if story.part(life) == "saved":
+        if story.saved(life):
             name = story.held(life).module
             found[name] = found.get(name, 0) + story.nbytes(life)
     return found
@@ -67,6 +67,7 @@ def profile_json(
         "modules": {name: module_tree(peak.rows).to_json() for name, peak in peaks.items()},
         "ops": {name: peak.by("op") for name, peak in peaks.items()},
         "lines": {name: peak.by("source") for name, peak in peaks.items()},
+        "saved": saved_by_module(plan),
         "timelines": {name: timeline_json(story) for name, story in stories.items()},
         "measured": {name: one.to_json() for name, one in measured.items()},
         "frontier": frontier_json(plans, proven_step_peak_bytes) if plans else None,

@@ -10,7 +10,7 @@ from gradstow.ir import PlanData
 from gradstow.report._profile import Measured, saved_by_module
 from gradstow.report._snapshot import PARTS, Held, Snapshot, Story
 from gradstow.report._summary import batch_text
-from gradstow.report._text import WIDTH, common_path
+from gradstow.report._text import WIDTH, common_path, one_line
 from gradstow.report._tree import Node, module_tree
 
 _BAR = 30
@@ -100,6 +100,7 @@ def _branch(node: Node, level: int, depth: int, most: int, lines: list[str], abo
     shown = [node.parts.get(part, 0) for part in _SHOWN]
     counts = (node.nbytes, *shown, node.nbytes - sum(shown))
     times = f" ×{node.times}" if node.times > above else ""
+    times += f": {node.members}" if node.members else ""
     cells = "".join(f"{format_bytes(n) if n else '':>12}" for n in counts)
     lines.append(_cut(f"{cells}  {'  ' * level}{node.name or '(the model)'}{times}", WIDTH))
     if level >= depth:
@@ -118,20 +119,23 @@ def _groups(what: str, snapshot: Snapshot, limit: int) -> list[str]:
     title = {"op": "ops that made it", "line": "lines that made it"}[what]
     items = [(name, nbytes) for name, nbytes in found.items() if name]
     lines = [f"{'at the peak':>12}  {title}"]
-    lines += [f"{format_bytes(nbytes):>12}  {name}" for name, nbytes in items[:limit]]
+    lines += [_cut(f"{format_bytes(nbytes):>12}  {name}", WIDTH) for name, nbytes in items[:limit]]
     rest = items[limit:]
     return lines + ([f"{format_bytes(sum(n for _, n in rest)):>12}  {len(rest)} more"] if rest else [])
 
 
 def _saved(predicted: Mapping[str, int], measured: Mapping[str, int], limit: int) -> list[str]:
-    names = sorted({*predicted, *measured}, key=lambda name: -max(predicted.get(name, 0), measured.get(name, 0)))
+    names = list(dict.fromkeys((*predicted, *measured)))  # no set: equal bytes stay in the model's order
+    names.sort(key=lambda name: -max(predicted.get(name, 0), measured.get(name, 0)))
     lines = [f"{'predicted':>12}{'measured':>12}  saved for the backward, by the module that makes it"]
     total = sum(predicted.values()), sum(measured.values())
     lines.append(f"{format_bytes(total[0]):>12}{format_bytes(total[1]):>12}  (all)")
-    for name in names[:limit]:
-        pair = predicted.get(name, 0), measured.get(name, 0)
-        lines.append(f"{format_bytes(pair[0]):>12}{format_bytes(pair[1]):>12}  {name or '(the model)'}")
-    return lines + ([f"{'':>24}  {len(names) - limit} more"] if len(names) > limit else [])
+    shown = [(name or "(the model)", [name]) for name in names[:limit]]
+    rest = [(f"{len(names) - limit} more", names[limit:])] if len(names) > limit else []
+    for text, some in shown + rest:
+        pair = (sum(counts.get(name, 0) for name in some) for counts in (predicted, measured))
+        lines.append(_cut(f"{''.join(f'{format_bytes(n):>12}' for n in pair)}  {text}", WIDTH))
+    return lines
 
 
 def _largest(rows: Iterable[Held], limit: int) -> list[str]:
@@ -156,4 +160,5 @@ def _tensor(group: list[Held]) -> str:
 
 
 def _cut(line: str, width: int) -> str:
+    line = one_line(line)
     return line if len(line) <= width else line[: width - 1] + "…"

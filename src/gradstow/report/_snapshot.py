@@ -116,6 +116,7 @@ class Story:
         schedule = plan.plain if plain else plan.schedule
         self.kept = [frozenset(own.kept) for own in schedule.regions]
         self.outputs = held_outputs(plan)
+        self.read_back = _read_back(self.graph.regions)
         self.makers = [_makers(region) for region in self.graph.regions]
         self.gradients = [_gradients(region) for region in self.graph.regions]
         self.plain = plain
@@ -199,6 +200,11 @@ class Story:
             return "recomputed"
         return "saved" if life.storage in self.kept[life.region] else "temporary"
 
+    def saved(self, life: Life) -> bool:
+        """Whether the backward reads it: an output that the loop holds anyway may be saved, too."""
+        part = self.part(life)
+        return part == "saved" or (part == "outputs" and (life.region, life.storage) in self.read_back)
+
     def held(self, life: Life) -> Held:
         region = self.graph.regions[life.region]
         op, value = self.makers[life.region].get(life.storage, (None, -1))
@@ -228,6 +234,17 @@ def _makers(region: Region) -> dict[int, tuple[Op, int]]:
     for op in region.ops:
         for value in op.outputs:
             found.setdefault(region.values[value].storage, (op, value))
+    return found
+
+
+def _read_back(regions: Sequence[Region]) -> set[tuple[int, int]]:
+    """Storages that an op of a backward reads, as (region, id) of their makers."""
+    found = set()
+    for r, region in enumerate(regions):
+        for op in region.ops:
+            for value in op.inputs if op.backward and not op.view else ():
+                storage = region.values[value].storage
+                found.add(region.storages[storage].origin or (r, storage))
     return found
 
 

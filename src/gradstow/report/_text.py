@@ -149,11 +149,16 @@ def _render(cells: tuple[str, ...], reason: str) -> str:
     fitted = [cut(cell, width).ljust(width) for cell, width in zip(cells, _COLUMNS, strict=True)]
     fitted[0] = fitted[0].strip().rjust(_COLUMNS[0])
     if len(cells[-1]) > _COLUMNS[-1]:  # the end of a module's path says more than its beginning
-        fitted[-1] = "…" + cells[-1][1 - _COLUMNS[-1] :]
+        fitted[-1] = "…" + one_line(cells[-1][1 - _COLUMNS[-1] :])
     left = " ".join(fitted)
     return f"{left} {cut(reason, WIDTH - len(left) - 1)}".rstrip()
 
 
+def one_line(text: str) -> str:
+    """Without what a terminal obeys: a module's name may hold line ends and escape codes."""
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text)
+
+
 def cut(text: str, width: int) -> str:
-    text = " ".join(text.split())
+    text = one_line(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -8,6 +8,8 @@ from typing import Any
 
 from gradstow.report._snapshot import Held
 
+_NAMED = 6  # of the names that one line stands for
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -15,6 +17,7 @@ class Node:
 
     Attributes:
         name: its own name; ``"*"`` for ``times`` equal ones with numbers for names.
+        members: the names that ``"*"`` stands for, such as "0…11" or "0, 3, 6, 9".
         parts: bytes of each part of memory in it and below, all ``times`` together.
     """
 
@@ -23,6 +26,7 @@ class Node:
     times: int
     parts: Mapping[str, int]
     children: tuple[Node, ...] = ()
+    members: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -32,6 +36,7 @@ class Node:
         return {
             "name": self.name,
             "path": self.path,
+            "members": self.members,
             "times": self.times,
             "bytes": self.nbytes,
             "parts": dict(self.parts),
@@ -70,7 +75,7 @@ def _repeated(nodes: list[Node]) -> Iterable[Node]:
     """Siblings with numbers for names and the same bytes everywhere, as one."""
     groups: dict[object, list[Node]] = {}
     for node in nodes:
-        key = _alike(node) if node.name.isdigit() else node.name
+        key = _alike(node) if node.name.isdecimal() else node.name
         groups.setdefault(key, []).append(node)
     return [_together(group) if len(group) > 1 else group[0] for group in groups.values()]
 
@@ -85,14 +90,26 @@ def _together(group: list[Node], name: str = "*") -> Node:
     path = ".".join([*first.path.split(".")[:-1], name])
     below = zip(*(node.children for node in group), strict=True)
     children = tuple(_joined(list(same)) for same in below)
-    return Node(name, path, len(group), _sum([node.parts for node in group]), children)
+    parts = _sum([node.parts for node in group])
+    return Node(name, path, len(group), parts, children, _members([node.name for node in group]))
+
+
+def _members(names: list[str]) -> str:
+    """``["0", "1", "2"]`` → ``"0…2"``; of many others the first and the last."""
+    numbers = sorted(int(name) for name in names)
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"{numbers[0]}…{numbers[-1]}"
+    if len(numbers) <= _NAMED:
+        return ", ".join(map(str, numbers))
+    return f"{', '.join(map(str, numbers[: _NAMED - 2]))} … {numbers[-1]}"
 
 
 def _joined(same: list[Node]) -> Node:
     """The same child of equal parents: one line with the bytes of all."""
     below = zip(*(node.children for node in same), strict=True)
     children = tuple(_joined(list(child)) for child in below)
-    return Node(same[0].name, same[0].path, sum(n.times for n in same), _sum([n.parts for n in same]), children)
+    first, times, parts = same[0], sum(node.times for node in same), _sum([node.parts for node in same])
+    return Node(first.name, first.path, times, parts, children, first.members)
 
 
 def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -18,27 +18,33 @@ function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0, value = count;
   while (Math.abs(value) >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
-  return unit ? `${value.toLocaleString("en", { maximumFractionDigits: 1, minimumFractionDigits: 1 })} ${units[unit]}` : `${value} B`;
+  return `${fixed(value, unit === 4 ? 2 : Math.min(unit, 1))} ${units[unit]}`;
+}
+
+// as Python rounds, so that the page and the command print the same: a tie goes to the even digit
+function fixed(value, digits) {
+  const exact = value.toFixed(digits + 40), cut = exact.slice(0, -40).replace(/\.$/, "");
+  return exact.endsWith(`5${"0".repeat(39)}`) && "02468".includes(cut.at(-1)) ? cut : value.toFixed(digits);
 }
 
 function seconds(value) {
-  if (value >= 1) return `${value.toFixed(2)} s`;
-  return value >= 1e-3 ? `${(value * 1e3).toFixed(1)} ms` : `${(value * 1e6).toFixed(0)} µs`;
+  if (value >= 1) return `${fixed(value, 2)} s`;
+  return value >= 1e-3 ? `${fixed(value * 1e3, 1)} ms` : `${fixed(value * 1e6, 0)} µs`;
 }
 
-const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "");
+const percent = (part, whole) => (whole ? `${fixed(100 * part / whole, 1)} %` : "");
 
 // what the page is about, and its main numbers
 function heading() {
   $("title").textContent = `${plan.model || "A model"}: where a training step's memory goes`;
-  document.title = `${plan.model} · gradstow`;
+  document.title = `${plan.model || "A model"} · gradstow`;
   const versions = Object.entries(plan.versions).map(([name, text]) => `${name} ${text}`).join(", ");
   $("about").textContent = `batch ${plan.batch} on ${plan.device} · ${versions}`;
   const cards = [["plain PyTorch's peak", bytes(data.peaks.plain.peak_bytes), found("plain")]];
   if (limited) {
     cards.push(["planned peak", bytes(data.peaks.planned.peak_bytes), found("planned")]);
     cards.push(["budget", plan.budget, `${percent(plan.predicted_step_peak_bytes, plan.plain_step_peak_bytes)} of plain's step peak`]);
-    cards.push(["time added", `${(100 * (plan.predicted_seconds / (plan.plain_seconds || 1) - 1)).toFixed(1)} %`, `${plan.rerun_ops} ops rerun`]);
+    cards.push(["time added", `${fixed(100 * added(), 1)} %`, `${plan.rerun_ops} ops rerun`]);
   } else {
     cards.push(["a step of plain PyTorch", seconds(plan.plain_seconds), "sum of its ops' times"]);
   }
@@ -123,6 +129,9 @@ class Chart {
     this.show(Math.min(Math.max(moves[event.key], 0), this.count - 1));
   }
 
+  // what holds it: the op that reads it last
+  until(life) { return life.last < this.count ? this.line.texts[this.line.at[life.last]] : "the end of the step"; }
+
   show(index) {
     if (!this.count) return;
     this.now = index;
@@ -132,7 +141,7 @@ class Chart {
     const alive = this.line.lives.filter((life) => life.first <= index && index <= life.last).sort((a, b) => b.bytes - a.bytes);
     const parts = Object.entries(this.line.parts).filter(([, levels]) => levels[index]);
     const named = parts.map(([part, levels]) => `${data.parts[part]} ${bytes(levels[index])}`).join(", ");
-    const list = alive.slice(0, 8).map((life) => make("li", {}, `${bytes(life.bytes)} ${life.name}${life.module ? ` of ${life.module}` : ""} (${life.part})`));
+    const list = alive.slice(0, 8).map((life) => make("li", {}, `${bytes(life.bytes)} ${life.name}${life.module ? ` of ${life.module}` : ""} (${life.part}), until ${this.until(life)}`));
     const rest = alive.length > 8 ? [make("p", {}, `and ${alive.length - 8} smaller values, ${bytes(alive.slice(8).reduce((sum, life) => sum + life.bytes, 0))}`)] : [];
     $("moment").replaceChildren(
       make("b", {}, `${titles[this.step]}, moment ${index + 1} of ${this.count}: ${bytes(this.line.bytes[index])}`),
@@ -172,14 +181,16 @@ function modules() {
     const step = $("step").value, root = data.modules[step];
     $("tree").replaceChildren(branch(root, root.bytes, 0));
     $("groups").replaceChildren(group("Ops that made it", data.ops[step]), group("Lines that made it", data.lines[step]));
+    held(data.peaks[step].rows);
   };
   $("step").addEventListener("change", show);
   show();
+  saved();
 }
 
 function branch(node, most, level) {
   const bar = make("span", { class: "bar", "aria-hidden": "true" }, ...Object.entries(node.parts).map(([part, count]) => make("i", { style: `width: ${100 * count / most}%; background: var(--${part})`, title: data.parts[part] })));
-  const label = [bar, make("span", { class: "size" }, bytes(node.bytes)), `${node.name || "the model"}${node.times > 1 ? ` ×${node.times}` : ""}`];
+  const label = [bar, make("span", { class: "size" }, bytes(node.bytes)), `${node.name || "the model"}${node.times > 1 ? ` ×${node.times}` : ""}${node.members ? `: ${node.members}` : ""}`];
   const children = [...node.children].sort((a, b) => b.bytes - a.bytes);
   if (!children.length) return make("div", { class: "leaf" }, ...label);
   const details = make("details", level < 2 ? { open: "" } : {}, make("summary", {}, ...label));
@@ -188,10 +199,36 @@ function branch(node, most, level) {
   return details;
 }
 
+const LISTED = 12;
+
 function group(title, counts) {
-  const shown = Object.entries(counts).filter(([name]) => name).slice(0, 12), target = make("table");
-  table(target, [title, "at the peak"], shown.map(([name, count]) => [name, bytes(count)]));
+  const named = Object.entries(counts).filter(([name]) => name).sort((a, b) => b[1] - a[1]), target = make("table");
+  const lines = named.slice(0, LISTED).map(([name, count]) => [name, bytes(count)]), rest = named.slice(LISTED);
+  if (rest.length) lines.push([`${rest.length} more`, bytes(sum(rest.map(([, count]) => count)))]);
+  table(target, [title, "at the peak"], lines);
   return make("div", { class: "wide" }, target);
+}
+
+const sum = (counts) => counts.reduce((total, count) => total + count, 0);
+
+// every tensor at the peak, and what holds it; the largest first
+function held(rows) {
+  const lines = rows.slice(0, FIRST).map((row) => [`${row.name}${row.shape.length ? ` [${row.shape.join(", ")}]` : ""}`, row.part, row.module, row.until, bytes(row.bytes)]);
+  const rest = rows.slice(FIRST);
+  if (rest.length) lines.push([`${rest.length} more`, "", "", "", bytes(sum(rest.map((row) => row.bytes)))]);
+  table($("held"), ["Tensor", "Part", "Module", "Held until", "Bytes"], lines, 4);
+}
+
+// what the forward keeps for the backward, by the module that makes it: predicted, and measured beside it
+function saved() {
+  const run = data.measured.plain, counted = [data.saved, ...(run && run.saved ? [run.saved] : [])];
+  const names = [...new Set(counted.flatMap((one) => Object.keys(one)))];
+  const cells = (some) => counted.map((one) => bytes(sum(some.map((name) => one[name] || 0))));
+  const most = (name) => Math.max(...counted.map((one) => one[name] || 0));
+  names.sort((a, b) => most(b) - most(a));
+  const lines = names.slice(0, LISTED).map((name) => [name || "(the model)", ...cells([name])]), rest = names.slice(LISTED);
+  if (rest.length) lines.push([`${rest.length} more`, ...cells(rest)]);
+  table($("saved"), ["Saved by plain PyTorch's forward, by module", ...["predicted", "measured"].slice(0, counted.length)], [...lines, ["all", ...cells(names)]]);
 }
 
 // the values
@@ -238,36 +275,38 @@ function rows() {
 // the frontier
 function frontier() {
   const curve = data.frontier;
+  $("curve").replaceChildren();
   if (!curve) {
     $("curve").append(make("p", { class: "none" }, "Not planned. Make the page with gradstow profile --points 20, or gs.profile(..., points=20)."));
     return;
   }
   const most = Math.max(...curve.points.map((point) => point.step_peak_bytes), plan.predicted_step_peak_bytes) * 1.05;
   const slow = Math.max(...curve.points.map((point) => point.added), added(), 0.01) * 1.15;
-  const x = (level) => 60 + 920 * level / most, y = (value) => 250 - 230 * Math.max(value, 0) / slow;
-  const svg = make("svg", { viewBox: "0 0 1000 290", role: "img", "aria-label": "Added time against step peak" });
+  const wide = Math.max($("curve").clientWidth, 300), right = wide - 20; // one unit is one pixel: its text is readable on a phone
+  const x = (level) => 60 + (right - 60) * level / most, y = (value) => 250 - 230 * Math.max(value, 0) / slow;
+  const svg = make("svg", { viewBox: `0 0 ${wide} 290`, role: "img", "aria-label": "Added time against step peak" });
   const path = (read) => curve.points.map((point) => `${x(point.step_peak_bytes).toFixed(1)} ${y(read(point)).toFixed(1)}`).join("L");
-  svg.append(make("line", { class: "axis", x1: 60, x2: 980, y1: 250, y2: 250 }), make("line", { class: "axis", x1: 60, x2: 60, y1: 20, y2: 250 }));
+  svg.append(make("line", { class: "axis", x1: 60, x2: right, y1: 250, y2: 250 }), make("line", { class: "axis", x1: 60, x2: 60, y1: 20, y2: 250 }));
   svg.append(make("path", { d: `M${path((point) => point.bound_added)}`, fill: "none", stroke: "var(--faint)", "stroke-dasharray": "4 4" }));
   svg.append(make("path", { d: `M${path((point) => point.added)}`, fill: "none", stroke: "var(--saved)", "stroke-width": 2 }));
   for (const point of curve.points) {
     const dot = make("circle", { cx: x(point.step_peak_bytes), cy: y(point.added), r: 5, fill: "var(--saved)" });
-    dot.append(make("title", {}, `${bytes(point.step_peak_bytes)}: ${(100 * point.added).toFixed(1)} % added, at least ${(100 * point.bound_added).toFixed(1)} %`));
+    dot.append(make("title", {}, `${bytes(point.step_peak_bytes)}: ${fixed(100 * point.added, 1)} % added, at least ${fixed(100 * point.bound_added, 1)} %`));
     svg.append(dot);
   }
-  const proven = x(curve.proven_step_peak_bytes);
-  svg.append(make("line", { class: "budget", x1: proven, x2: proven, y1: 20, y2: 250 }), make("text", { x: proven + 5, y: 32 }, "no schedule is under"));
+  const proven = x(curve.proven_step_peak_bytes), onRight = proven + 150 < right;
+  svg.append(make("line", { class: "budget", x1: proven, x2: proven, y1: 20, y2: 250 }), make("text", { x: proven + (onRight ? 5 : -5), y: 32, "text-anchor": onRight ? "start" : "end" }, "no schedule is under"));
   if (limited) {
     svg.append(make("circle", { id: "chosen", cx: x(plan.predicted_step_peak_bytes), cy: y(added()), r: 9, fill: "none", stroke: "var(--temporary)", "stroke-width": 3 }, make("title", {}, "the chosen plan")));
   }
-  for (let i = 0; i <= 4; i += 1) {
-    svg.append(make("text", { x: 60 + 230 * i, y: 270, "text-anchor": "middle" }, bytes(most * i / 4)), make("text", { x: 54, y: 254 - 57.5 * i, "text-anchor": "end" }, `${(100 * slow * i / 4).toFixed(slow < 0.1 ? 1 : 0)} %`));
+  for (let i = 0; i <= 4; i += wide < 600 ? 2 : 1) {
+    svg.append(make("text", { x: x(most * i / 4), y: 270, "text-anchor": i < 4 ? "middle" : "end" }, bytes(most * i / 4)), make("text", { x: 54, y: 254 - 57.5 * i, "text-anchor": "end" }, `${fixed(100 * slow * i / 4, slow < 0.1 ? 1 : 0)} %`));
   }
-  svg.append(make("text", { x: 520, y: 287, "text-anchor": "middle" }, "step peak above what is resident; upwards: time added"));
+  svg.append(make("text", { x: (60 + right) / 2, y: 287, "text-anchor": "middle" }, wide < 600 ? "step peak; upwards: time added" : "step peak above what is resident; upwards: time added"));
   $("curve").append(make("div", { class: "chart" }, svg));
   svg.style.height = "290px";
   table($("points"), ["step peak", "of plain", "time added", "proven at least", "reruns"],
-    curve.points.map((point) => [bytes(point.step_peak_bytes), `${(100 * point.share).toFixed(0)} %`, `${(100 * point.added).toFixed(2)} %`, `${(100 * point.bound_added).toFixed(2)} %`, point.rerun_ops]));
+    curve.points.map((point) => [bytes(point.step_peak_bytes), `${fixed(100 * point.share, 0)} %`, `${fixed(100 * point.added, 2)} %`, `${fixed(100 * point.bound_added, 2)} %`, point.rerun_ops]));
 }
 
 function added() { return plan.plain_seconds ? plan.predicted_seconds / plan.plain_seconds - 1 : 0; }
@@ -277,7 +316,7 @@ function certificate() {
   const items = [["budget", plan.budget || "none"], ["policy", plan.policy],
     ["step peak", `${bytes(plan.predicted_step_peak_bytes)} predicted, ${bytes(plan.plain_step_peak_bytes)} plain`],
     ["step time", `${seconds(plan.predicted_seconds)} predicted, ${seconds(plan.plain_seconds)} plain`],
-    ["proven bound", plan.lower_bound_seconds ? `${seconds(plan.lower_bound_seconds)}: no plan of this kind is faster; this one is ${(100 * plan.gap).toFixed(2)} % above` : "none: everything is stored, or no bound was asked for"]];
+    ["proven bound", plan.lower_bound_seconds ? `${seconds(plan.lower_bound_seconds)}: no plan of this kind is faster; this one is ${fixed(100 * plan.gap, 2)} % above` : "none: everything is stored, or no bound was asked for"]];
   if (data.frontier) items.push(["smallest step peak", `no schedule is under ${bytes(data.frontier.proven_step_peak_bytes)}`]);
   items.push(["solver", Object.entries(plan.solver).map(([name, value]) => `${name}: ${Array.isArray(value) ? value.join("; ") : value}`).join(", ") || "none"]);
   items.push(["exact", Object.keys(plan.lossy).length ? Object.entries(plan.lossy).map(([code, count]) => `no: ${count} values kept as ${code}`).join(", ") : "yes: the numbers are plain PyTorch's"]);
@@ -299,5 +338,6 @@ memory();
 modules();
 values();
 frontier();
+addEventListener("resize", frontier);
 certificate();
 document.documentElement.dataset.ready = "yes";
