@@ -15,9 +15,11 @@ _cache = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is collected: no test reads or writes the user's cache, none goes to the network."""
+    """Before any test is collected: no test reads or writes the user's cache, none goes to the network, and each plans
+    for itself."""
     config.stash[_cache] = tempfile.mkdtemp(prefix="gradstow-test-cache-")
     os.environ["GRADSTOW_CACHE_DIR"] = config.stash[_cache]
+    os.environ["GRADSTOW_PLAN_CACHE"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     if DEVICE.startswith("cuda"):  # cuBLAS reads it once; deterministic algorithms need it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

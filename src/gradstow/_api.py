@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,11 +14,11 @@ from gradstow._errors import CaptureError, GradstowError, PolicyError
 from gradstow._frontier import Frontier
 from gradstow._plan import Plan
 from gradstow._planning import capture_step, plan_captured, plan_frontier, plan_step, users_errors
-from gradstow._profile import Profile, measure_steps, named_weights
+from gradstow._profile import Profile, measure_steps, named_weights, with_first_names
 from gradstow._stow import MAX_PLANS, check_alone, plain, stow_model, unstow_model
 from gradstow._verify import Proof, Verification
 from gradstow._wanted import ACTIONS, LossyLike, PolicyLike, Progress, Wanted
-from gradstow.capture import Captured, Step
+from gradstow.capture import Captured, Step, cuda_history, device_of
 from gradstow.cost import find_profile
 from gradstow.planner import Effort
 
@@ -37,6 +39,7 @@ def stow(
     actions: Sequence[str] = ACTIONS,
     lossy: LossyLike = None,
     offload: str | None = None,
+    codegen: str = "eager",
 ) -> Model:
     """Train ``model`` inside a memory budget, with plain PyTorch's own numbers.
 
@@ -64,6 +67,10 @@ def stow(
         offload: allows values to wait for the backward elsewhere, exactly: ``"host"`` (pinned memory of the machine,
             for values of an accelerator), ``"disk"`` (the folder for temporary files) or ``"disk:/path/to/folder"``, in
             a file without a name that is gone when the process ends.
+        codegen: ``"eager"`` runs PyTorch's own kernels: equal numbers. ``"inductor"`` compiles the planned graphs as
+            ``torch.compile`` does, fused and faster: numbers as near as its are, random ones plain PyTorch's own. The
+            memory of the compiled code is found before it runs. Only stores and recomputes; a percentage is of what the
+            compiled step needs where everything is stored.
 
     Memory: the measured peak stays at or under the budget. The output is taken to be held by the loop during
     the backward; where the loss is computed outside of the model, six times the outputs are reserved for it.
@@ -72,7 +79,7 @@ def stow(
         BudgetError, BudgetTooSmall, CaptureError, OffloadError, StalePlan, PolicyError: here or in a forward; after any
             of them the model runs as plain PyTorch. An OffloadError in a backward leaves it stowed.
     """
-    wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress)
+    wanted = Wanted.of(budget, policy, actions, lossy, offload, progress=progress, codegen=codegen)
     stow_model(model, wanted, plan, optimizer, max_plans)
     return model
 
@@ -96,6 +103,7 @@ def plan(
     budget: int | str | None = None,
     policy: PolicyLike = "auto",
     effort: str | Effort = "normal",
+    codegen: str = "eager",
     device: str | None = None,
     forward: Forward | None = None,
     keep_output: bool = True,
@@ -119,6 +127,7 @@ def plan(
             data sheet, and working memory of ops counts as nothing.
         forward: ``forward(model, batch)`` in place of the rule for calling the model.
         keep_output: whether your loop still holds the model's output while the backward runs.
+        codegen: as for ``stow``.
         progress: called with (stage, done, total).
         actions, lossy, offload: as for ``stow``.
 
@@ -130,7 +139,7 @@ def plan(
     """
     search = replace(Effort.of(effort), interruptible=True)
     profile = None if device is None else find_profile(device)
-    wanted = Wanted.of(budget, policy, actions, lossy, offload, search, profile, progress)
+    wanted = Wanted.of(budget, policy, actions, lossy, offload, search, profile, progress, codegen)
     step = make_step(model, batch, loss, optimizer, forward, keep_output)
     with users_errors():
         return plan_step(model, step, wanted)
@@ -200,6 +209,7 @@ def profile(
     actions: Sequence[str] = ACTIONS,
     lossy: LossyLike = None,
     offload: str | None = None,
+    cuda_snapshot: str | os.PathLike[str] | None = None,
 ) -> Profile:
     """Where the memory of one training step goes: at its peak and over time, by part, module, op, line and tensor.
 
@@ -210,20 +220,25 @@ def profile(
         measure: also run two steps of a copy of the model, plain and with a budget planned, and put their measured
             peaks, and what autograd really saves per module, beside what is predicted.
         points: also plan for this many budgets, for the page's frontier; 0 for none.
+        cuda_snapshot: a file for what CUDA's allocator does while ``measure`` runs the steps, warm-up included: the
+            pickle that https://pytorch.org/memory_viz shows.
 
     Returns:
         A profile: print it, or write it with ``save_html``, ``save_trace``, ``save_picture``.
 
     Raises:
         BudgetError, BudgetTooSmall, CaptureError, PolicyError.
+        GradstowError: ``cuda_snapshot`` without ``measure``, of a model that is not on CUDA, or that cannot be written.
     """
     if measure and device is not None:
         raise GradstowError(f"steps for {device!r} cannot be measured here. Leave away measure= or device=.")
     search = replace(Effort.of(effort), interruptible=True)
     place = None if device is None else find_profile(device)
-    wanted = Wanted.of(budget, policy, actions, lossy, offload, search, place, progress)
+    wanted = replace(Wanted.of(budget, policy, actions, lossy, offload, search, place, progress), cached=not measure)
     if points:
         _check_frontier(wanted, points)
+    if cuda_snapshot is not None:
+        _check_cuda(model, measure)
     with users_errors():
         captured = capture_step(model, make_step(model, batch, loss, optimizer, forward, keep_output), wanted)
         made = plan_captured(captured, wanted)
@@ -231,8 +246,20 @@ def profile(
     weights, measured = named_weights(model, batch), {}
     if measure:
         call = forward or default_forward(batch)
-        measured = measure_steps(made, model, batch, call, loss, optimizer, keep_output)
-    return Profile(made, weights, measured, curve)
+        with nullcontext() if cuda_snapshot is None else cuda_history(cuda_snapshot):
+            measured = measure_steps(made, model, batch, call, loss, optimizer, keep_output)
+    return Profile(with_first_names(made, model), weights, measured, curve)
+
+
+def _check_cuda(model: torch.nn.Module, measure: bool) -> None:
+    """Refuse a snapshot that would hold nothing."""
+    if not measure:
+        raise GradstowError("cuda_snapshot= records real steps, and none are asked for. Add measure=True.")
+    if device_of(model) != "cuda":
+        raise GradstowError(
+            "cuda_snapshot= records CUDA's memory, and the model is not there. Move model and batch to CUDA, or leave "
+            "cuda_snapshot= away."
+        )
 
 
 def verify(

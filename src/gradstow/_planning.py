@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,13 @@ from gradstow._codes import EXACT, is_place
 from gradstow._coding import asks_for_codes, codes_of_rules, every_code, together, with_time, worthwhile
 from gradstow._errors import BudgetTooSmall, CaptureError, GradstowError
 from gradstow._plan import Plan
+from gradstow._plan_cache import keep_plan, kept_plan, plan_key
 from gradstow._units import Budget, format_bytes, parse_budget
 from gradstow._wanted import Wanted
 from gradstow.actions import LOSSLESS, Action, Codes
 from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, capture, device_of, tensors
-from gradstow.cost import analytic_costs, measured_costs, transfer_costs
-from gradstow.ir import CostTable, RegionSchedule, StepGraph
+from gradstow.cost import analytic_costs, kernel_costs, measured_costs, transfer_costs
+from gradstow.ir import CostTable, OpCost, RegionSchedule, StepGraph
 from gradstow.offload import check_place
 from gradstow.planner import Effort, make_plan, plain_step_peak, smallest_peak, store_all_peak
 from gradstow.planner import frontier as find_frontier
@@ -40,7 +41,7 @@ def capture_step(model: torch.nn.Module, step: Step, wanted: Wanted) -> Captured
     check_devices(model, (step.inputs, step.batch))
     _check_training(model, step.optimizer)
     wanted.say("rehearse", 0, 1)
-    captured = capture(model, step)
+    captured = capture(model, step, wanted.codegen)
     wanted.say("rehearse", 1, 1)
     return captured
 
@@ -69,29 +70,57 @@ class Priced:
 
 def price(graph: StepGraph, wanted: Wanted) -> Priced:
     """By a profile, or measured where the cache does not know the price. What needs too much is measured smaller."""
-    texts = _signatures(graph)
-    moves = transfer_costs(texts, graph.device, wanted.profile)
+    costs = _prices(_signatures(graph), graph.device, wanted)
+    return Priced(_with_room(graph, costs), costs)
+
+
+def _prices(texts: Sequence[str], device: str, wanted: Wanted) -> CostTable:
+    moves = transfer_costs(texts, device, wanted.profile) | kernel_costs(texts, device, wanted.profile)
     ops = [text for text in texts if text not in moves]
     if wanted.profile is not None:
         costs = analytic_costs(ops, wanted.profile)
     else:
         limit, say = _timing_limit(wanted.budget), partial(wanted.say, "time ops")
-        costs = measured_costs(ops, graph.device, limit, say)
-    costs = replace(costs, costs={**costs.costs, **moves}) if moves else costs
-    return Priced(_with_room(graph, costs), costs)
+        costs = measured_costs(ops, device, limit, say)
+    return replace(costs, costs={**costs.costs, **moves}) if moves else costs
+
+
+@dataclass(frozen=True, slots=True)
+class _Pricer:
+    """Prices the graphs that can be made of a step. ``seen``: every price that it has named."""
+
+    captured: Captured
+    wanted: Wanted
+    seen: dict[str, OpCost] = field(default_factory=dict)
+
+    def of(self, graph: StepGraph) -> Priced:
+        priced = price(graph, self.wanted)
+        self.seen.update(priced.costs.costs)
+        return priced
+
+    def coded(self, actions: Sequence[Action], codes: Codes) -> Priced:
+        return self.of(self.captured.graph(actions, codes))
 
 
 def plan_captured(captured: Captured, wanted: Wanted) -> Plan:
-    """Price and plan a step that is captured.
+    """Price and plan a step that is captured, or read its plan where another process has planned the same.
 
     Codes are tried only where storing everything does not fit, so that a large budget costs nothing, or where rules
     ask for them. Of the plans without codes, with exact ones, lossy ones and elsewhere the fastest is taken.
     """
-    bare = price(captured.graph(), wanted)
-    if not asks_for_codes(wanted.policy) and (wanted.policy.name != "auto" or _stores_all(bare, wanted)):
-        _check_places({}, wanted, captured.common.device)
-        return plan_priced(bare, wanted)
-    return _fastest(_ways(captured, bare, wanted), wanted)
+    graph, pricer = captured.graph(), _Pricer(captured, wanted)
+    ruled = _ruled(graph, wanted)
+    key = plan_key(graph, captured.facts, wanted)
+    known = kept_plan(key, lambda texts: _prices(texts, graph.device, wanted).costs)
+    if known is not None:
+        wanted.say("known plan", 1, 1)
+        return known
+    bare = pricer.of(graph)
+    simple = not asks_for_codes(wanted.policy) and (wanted.policy.name != "auto" or _stores_all(bare, wanted))
+    plan, whole = _fastest([bare] if simple else _ways(pricer, bare, ruled), wanted)
+    if whole:
+        keep_plan(key, plan, pricer.seen)
+    return plan
 
 
 def plan_frontier(captured: Captured, wanted: Wanted, points: int) -> tuple[list[Plan], int]:
@@ -99,10 +128,11 @@ def plan_frontier(captured: Captured, wanted: Wanted, points: int) -> tuple[list
 
     Second comes the highest step peak that none of the tried ways to keep values has a schedule under.
     """
-    bare = price(captured.graph(), wanted)
+    pricer = _Pricer(captured, wanted)
+    bare = pricer.of(captured.graph())
     proven: list[int] = []
     ways: list[list[Plan]] = []
-    for priced in _ways(captured, bare, wanted):
+    for priced in _ways(pricer, bare, _ruled(bare.graph, wanted)):
         plans, least = find_frontier(
             priced.graph,
             priced.costs,
@@ -147,38 +177,37 @@ def _fastest_within(plans: list[Plan], points: int) -> list[Plan]:
     return [replace(p, budget=p.budget or f"{p.predicted_peak_bytes} B") for p in (ranked[i] for i in chosen)]
 
 
-def _check_places(ruled: Codes, wanted: Wanted, device: str) -> None:
-    """Before anything takes time. What is planned for a device elsewhere runs there."""
-    if wanted.profile is not None:
-        return
+def _ruled(graph: StepGraph, wanted: Wanted) -> Codes:
+    """What rules ask for. Places are checked before anything takes time: what is planned for a device elsewhere runs
+    there."""
+    ruled = codes_of_rules(graph, wanted)
     found = {code for codes in ruled.values() for code in codes if is_place(code)} | {wanted.offload}
-    for place in sorted(place for place in found if place is not None):
-        check_place(place, device)
+    for place in sorted(place for place in found if place is not None and wanted.profile is None):
+        check_place(place, graph.device)
+    return ruled
 
 
-def _ways(captured: Captured, bare: Priced, wanted: Wanted) -> Iterator[Priced]:
+def _ways(pricer: _Pricer, bare: Priced, ruled: Codes) -> Iterator[Priced]:
     """The step with all that may be encoded, then with less; what rules ask for always."""
+    wanted = pricer.wanted
     exact = LOSSLESS if "compress" in wanted.actions else ()
-    ruled = codes_of_rules(bare.graph, wanted)
-    _check_places(ruled, wanted, captured.common.device)
-    coded = price(captured.graph(exact, ruled), wanted)
+    coded = pricer.coded(exact, ruled)
     timed = with_time(ruled, coded.graph, coded.costs)
     if timed != ruled:  # with time for what travels, and without
-        yield price(captured.graph(exact, timed), wanted)
+        yield pricer.coded(exact, timed)
     if ruled or any(op.lazy for region in coded.graph.regions for op in region.ops):
         yield coded
     if not asks_for_codes(wanted.policy):
         yield bare
-    yield from _allowed_ways(captured, bare, exact, timed, wanted)
+    yield from _allowed_ways(pricer, bare, exact, timed)
 
 
-def _allowed_ways(
-    captured: Captured, bare: Priced, exact: Sequence[Action], ruled: Codes, wanted: Wanted
-) -> Iterator[Priced]:
+def _allowed_ways(pricer: _Pricer, bare: Priced, exact: Sequence[Action], ruled: Codes) -> Iterator[Priced]:
     """Beside what rules ask for, what may pay of the code and the place that the user allows."""
+    wanted = pricer.wanted
 
     def priced(codes: Codes) -> Priced:
-        return price(captured.graph(exact, together(ruled, codes)), wanted)
+        return pricer.coded(exact, together(ruled, codes))
 
     allowed = [*(EXACT if exact else ()), wanted.lossy, wanted.offload]
     every = [(code, every_code(bare.graph, wanted, code)) for code in allowed if code is not None]
@@ -200,9 +229,11 @@ def _roughly(priced: Priced, wanted: Wanted) -> float:
         return float("inf")
 
 
-def _fastest(ways: Iterable[Priced], wanted: Wanted) -> Plan:
-    """The plan that takes the least time. Where none fits, the error of the one that needs least."""
+def _fastest(ways: Iterable[Priced], wanted: Wanted) -> tuple[Plan, bool]:
+    """The plan that takes the least time, and whether no search was interrupted. Where none fits, the error of the one
+    that needs least."""
     best: Plan | None = None
+    whole = True
     refused: list[BudgetTooSmall] = []
     for priced in ways:
         try:
@@ -210,13 +241,14 @@ def _fastest(ways: Iterable[Priced], wanted: Wanted) -> Plan:
         except BudgetTooSmall as error:
             refused.append(error)
             continue
+        whole = whole and "interrupted" not in plan.solver
         if best is None or plan.predicted_seconds < best.predicted_seconds:
             best = plan
         if best.predicted_seconds <= (1 + _NO_GAIN) * best.plain_seconds:
             break
     if best is None:
         raise min(refused, key=lambda error: error.minimum_bytes)
-    return best
+    return best, whole
 
 
 def plan_priced(priced: Priced, wanted: Wanted) -> Plan:
@@ -274,6 +306,12 @@ def _signatures(graph: StepGraph) -> list[str]:
 
 
 def _step_budget(priced: Priced, wanted: Wanted) -> int | None:
+    """The bytes that a plan of the step may take, above what is resident."""
+    allowed = _allowed(priced, wanted)
+    return None if allowed is None else allowed - wanted.margin
+
+
+def _allowed(priced: Priced, wanted: Wanted) -> int | None:
     """The budget as bytes for the step, above what is resident."""
     graph, costs, budget, profile = priced.graph, priced.costs, wanted.budget, wanted.profile
     if budget is None:

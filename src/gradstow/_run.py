@@ -11,8 +11,8 @@ import torch
 
 from gradstow._errors import BudgetTooSmall, CaptureError, warn_user
 from gradstow._plan import Plan
-from gradstow._planning import check_devices, plan_alone, plan_captured, plan_step, share_of
-from gradstow._units import Budget
+from gradstow._planning import capture_step, check_devices, plan_alone, plan_captured, share_of
+from gradstow._units import Budget, format_bytes, parse_budget
 from gradstow._wanted import Wanted
 from gradstow.capture import (
     Captured,
@@ -33,10 +33,11 @@ from gradstow.capture import (
     see,
     storage_key,
 )
-from gradstow.execute import Executor, Planned, Recorded, UnknownGraph, inner_error
+from gradstow.execute import Executor, OverPlanned, Planned, Recorded, UnknownGraph, inner_error
 from gradstow.ir import GraphBreak, Region, RegionSchedule
 
 _RECORDS = 2  # a model whose graphs change after that is taken for one that always changes
+_TRIES = 4  # plans that are compiled until one is met
 _MOST_GRAPHS = 128  # under the limit at which Dynamo itself gives up, silently
 
 
@@ -64,6 +65,8 @@ class Run:
         self._recording: _Recording | None = None
         self._records, self._said, self._plain = 0, False, False
         self._told = False  # what a model that asks whether it is being compiled hears while it is recorded
+        self._margin = 0  # bytes of the budget that compiled code takes beside the plan
+        self._captured: Captured | None = None  # while plans of it are tried
         self._lock = threading.RLock()
         self.last: Plan | None = None
 
@@ -72,14 +75,26 @@ class Run:
             return module._call_impl(*args, **kwargs)
         if self._recording is not None and not self._recording.complete:
             return self._recording(module, args, kwargs)
-        executor, fresh = self._executor(module, args, kwargs)
-        if executor is None:
-            return self._record(module, args, kwargs)
-        try:
-            return self._execute(executor, module, args, kwargs, fresh)
-        except Exception as error:
-            if not isinstance(inner_error(error), UnknownGraph) or _planned(executor).strict:
-                raise
+        over = 0
+        for _ in range(_TRIES):
+            executor, fresh = self._executor(module, args, kwargs)
+            if executor is None:
+                return self._record(module, args, kwargs)
+            try:
+                return self._execute(executor, module, args, kwargs, fresh)
+            except Exception as error:
+                inner = inner_error(error)
+                if not isinstance(inner, OverPlanned):
+                    self._captured = None  # only a plan that is tried again is of the same step
+                if isinstance(inner, UnknownGraph) and not _planned(executor).strict:
+                    break
+                if not isinstance(inner, OverPlanned):
+                    raise
+                over = inner.over_bytes
+                self._tighten(executor, over)
+        else:
+            assert self.last is not None, "it was tried"
+            raise _needs_more(self.last.predicted_peak_bytes, over)
         if not fresh and self._plan_again(executor, module, args, kwargs):
             try:
                 return self._execute(executor, module, args, kwargs)
@@ -90,6 +105,8 @@ class Run:
 
     def _execute(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any, fresh: bool = False) -> Any:
         output = executor(module, args, kwargs)
+        self._captured = None
+        self._mind_compiled(executor)
         planned = {sum(r.managed for r in plan.graph.regions) for plan in _planned(executor).plans}
         if not executor.ran and fresh:
             raise nothing_captured(module, ())
@@ -98,6 +115,25 @@ class Run:
         if len(executor.programs) > _MOST_GRAPHS + max(planned):
             self._give_up(module)
         return output
+
+    def _tighten(self, executor: Executor, over_bytes: int) -> None:
+        """Leave room for what compiled code takes beside the plan, of which nothing has run yet."""
+        if _planned(executor).strict:
+            plan = _planned(executor).plans[-1]
+            raise _needs_more(parse_budget(plan.budget).total_bytes or plan.predicted_peak_bytes, over_bytes)
+        self._leave_room(executor, over_bytes)
+
+    def _mind_compiled(self, executor: Executor) -> None:
+        """Where a later graph of the step turned out to need more than planned, the next step leaves room for it."""
+        source = _planned(executor)
+        if source.over:
+            self._leave_room(executor, source.over)
+            source.over = 0
+
+    def _leave_room(self, executor: Executor, nbytes: int) -> None:
+        """The step is planned again, with so many bytes more left free."""
+        self._margin += nbytes
+        self._executors = {k: known for k, known in self._executors.items() if known is not executor}
 
     def _give_up(self, module: torch.nn.Module) -> None:
         """Compiling without end would take more time than training, and ever more memory."""
@@ -128,8 +164,8 @@ class Run:
                 return None, False
             if plan.graph.parts:
                 expose_parts(module)
-            source = Planned(plan, strict=strict, alone=self._plan_alone)
-            self._executors[gradients] = Executor(source, self._names, plan.graph.device)
+            source = Planned([plan], strict=strict, alone=self._plan_alone)
+            self._executors[gradients] = Executor(source, self._names, plan.graph.device, plan.graph.codegen)
             return self._executors[gradients], True
 
     def _outdated(self, module: torch.nn.Module, source: Planned) -> bool:
@@ -165,7 +201,14 @@ class Run:
         if self._recording is not None:
             self.last = plan_captured(self._recording.captured(module, step), wishes.wanted)
         else:
-            self.last = plan_step(module, step, wishes.wanted)
+            captured = self._captured or capture_step(module, step, wishes.wanted)
+            self._captured = captured if wishes.wanted.codegen == "inductor" else None
+            try:
+                self.last = plan_captured(captured, replace(wishes.wanted, margin=self._margin))
+            except BudgetTooSmall as error:
+                if not self._margin:
+                    raise
+                raise _needs_more(error.minimum_bytes, self._margin) from error
         return self.last, False
 
     def _plan_again(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
@@ -185,7 +228,7 @@ class Run:
         check_devices(module, (args, kwargs))
         self._records += 1
         self._executors.clear()
-        self._recording = _Recording(module, self._names, self._told)
+        self._recording = _Recording(module, self._names, self._told, self.wishes.wanted.codegen)
         return self._recording(module, args, kwargs)
 
     def _say_recorded(self, module: torch.nn.Module, why: str) -> None:
@@ -198,9 +241,10 @@ class Run:
 class _Recording:
     """Steps that run storing all, until one has run its backward."""
 
-    def __init__(self, module: torch.nn.Module, names: _Names, told: bool) -> None:
+    def __init__(self, module: torch.nn.Module, names: _Names, told: bool, codegen: str) -> None:
         self._source = Recorded(module, device_of(module), told=told)
-        self._executor = Executor(self._source, names, device_of(module))
+        self._executor = Executor(self._source, names, device_of(module), codegen)
+        self._codegen = codegen
         self._breaks: tuple[GraphBreak, ...] = ()
         self._seen: Seen | None = None
 
@@ -228,7 +272,7 @@ class _Recording:
 
     def captured(self, module: torch.nn.Module, step: Step) -> Captured:
         assert self._seen is not None, "asked for only when complete"
-        found = captured_from(module, step, self._source.log, self._seen)
+        found = captured_from(module, step, self._source.log, self._seen, self._codegen)
         return found.told(self._source.told)
 
 
@@ -240,6 +284,16 @@ def _serves(plan: Plan, module: torch.nn.Module, args: Any, kwargs: Any) -> bool
         return False
     there = resident_bytes(module, (), plan.graph.device).gradients
     return not plan.budget or plan.graph.resident.gradients == there
+
+
+def _needs_more(planned_bytes: int, over_bytes: int) -> BudgetTooSmall:
+    needed = planned_bytes + over_bytes
+    return BudgetTooSmall(
+        f"the compiled code needs {format_bytes(over_bytes)} beside what is planned for it, and no plan is left that "
+        f"leaves as much. Give at least {needed} bytes ({format_bytes(needed)}), or use codegen='eager', whose peak is "
+        "as planned.",
+        minimum_bytes=needed,
+    )
 
 
 def _planned(executor: Executor) -> Planned:

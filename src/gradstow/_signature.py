@@ -1,7 +1,8 @@
 """The canonical text of one op call: what it computes, on which layouts. Key of the cost table.
 
-Tensors become ``{"T": [shape, stride, dtype, device]}``; everything else that JSON does not know
-becomes an object with one key that names its type. ``decode`` turns the text back into a call.
+Tensors become ``{"T": [shape, stride, dtype, device]}``, in ``{"lazy": [view, ...]}`` where they are only marked as
+conjugated or negated: many kernels make such a tensor anew in memory of their own. Everything else that JSON does not
+know becomes an object with one key that names its type. ``decode`` turns the text back into a call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import gradstow._lossy  # noqa: F401 (as with _ops, importing it registers opera
 import gradstow._ops as ops
 
 OPS_VERSION = ops.VERSION
+_LAZY = {"aten._conj.default": torch.is_conj, "aten._neg_view.default": torch.is_neg}  # the view → what marks it
 
 
 class _Unencodable(TypeError):
@@ -45,7 +47,11 @@ def resolve(target: str) -> Any:
 
 def _pack(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        return {"T": [list(item.shape), list(item.stride()), _name(item.dtype), item.device.type]}
+        packed: Any = {"T": [list(item.shape), list(item.stride()), _name(item.dtype), item.device.type]}
+        for view, marked in _LAZY.items():
+            if marked(item):
+                packed = {"lazy": [view, packed]}
+        return packed
     if item is None or isinstance(item, (bool, int, str)):
         return item
     if isinstance(item, float):
@@ -74,6 +80,9 @@ def _unpack(item: Any, make_tensor: Any) -> Any:
     if "T" in item:
         shape, stride, dtype, device = item["T"]
         return make_tensor(shape, stride, getattr(torch, dtype), device)
+    if "lazy" in item:
+        view, base = item["lazy"]
+        return resolve(view)(_unpack(base, make_tensor))
     if "float" in item:
         return float(item["float"])
     if "torch" in item:

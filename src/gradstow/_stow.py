@@ -57,7 +57,7 @@ def stow_model(
         _check_plan(one, model)
     if plans:  # what they do not serve is planned in the same way
         budget = parse_budget(plans[0].budget) if plans[0].budget else None
-        wanted = replace(wanted, budget=budget, policy=Policy.of(plans[0].policy))
+        wanted = replace(wanted, budget=budget, policy=Policy.of(plans[0].policy), codegen=plans[0].graph.codegen)
     model._compiled_call_impl = _Stowed(model, Wishes(wanted, plans, optimizer), max_plans)
     return model
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstow._errors import GradstowError
+from gradstow._errors import CaptureError, GradstowError
 from gradstow._plan import Plan
 from gradstow._stow import is_stowed, plan_of, stow_model, unstow_model
 from gradstow._units import format_bytes
@@ -141,6 +141,11 @@ class Trainee:
         """The loss, and the output where the loop keeps it."""
         output = self.call(self.model, self.batch)
         loss = find_loss(output) if self.loss is None else self.loss(output, self.batch)
+        if self.loss is None and loss is None:
+            raise CaptureError(
+                "the model's output holds no loss, and a real step needs one. Give loss=, or let the target's function "
+                "return (model, batch, loss)."
+            )
         check_loss(loss)
         assert loss is not None
         return loss, output if self.keep_output else None

@@ -17,6 +17,7 @@ Progress = Callable[[str, int, int], None]
 PolicyLike = str | Mapping[str, str] | Policy
 LossyLike = str | float | None
 
+CODE_GENERATORS = ("eager", "inductor")
 ACTIONS = ("store", "recompute", "compress")
 
 
@@ -30,6 +31,9 @@ class Wanted:
         lossy: the code that it may use where numbers need not be exact, or None.
         offload: the place where values may wait for the backward, or None.
         profile: of a device that is not here.
+        codegen: "eager" or "inductor".
+        margin: bytes of the budget that are left free.
+        cached: whether a plan that another process made will do.
     """
 
     budget: Budget | None = None
@@ -40,6 +44,9 @@ class Wanted:
     effort: Effort = field(default_factory=Effort)
     profile: Profile | None = None
     progress: Progress | None = None
+    codegen: str = "eager"
+    margin: int = 0
+    cached: bool = True
 
     @staticmethod
     def of(
@@ -51,6 +58,7 @@ class Wanted:
         effort: str | Effort = "normal",
         profile: Profile | None = None,
         progress: Progress | None = None,
+        codegen: str = "eager",
     ) -> Wanted:
         """From what the public functions take.
 
@@ -66,6 +74,11 @@ class Wanted:
                 f"the policy {rules.name!r} only stores and recomputes, and {unused[0]}= would change nothing. "
                 "Leave it away, or plan with policy='auto'."
             )
+        if codegen != "eager" and (lossy is not None or offload is not None):
+            raise PolicyError(
+                f"codegen={codegen!r} stores and recomputes; lossy= and offload= need codegen='eager'. "
+                "Leave one of them out."
+            )
         return Wanted(
             budget=None if budget is None else parse_budget(budget),
             policy=rules,
@@ -75,6 +88,7 @@ class Wanted:
             effort=Effort.of(effort),
             profile=profile,
             progress=progress,
+            codegen=_code_generator(codegen),
         )
 
     def limited(self, budget: Budget | None) -> Wanted:
@@ -96,6 +110,12 @@ class Wanted:
     def say(self, stage: str, done: int, total: int) -> None:
         if self.progress is not None:
             self.progress(stage, done, total)
+
+
+def _code_generator(name: str) -> str:
+    if name not in CODE_GENERATORS:
+        raise PolicyError(f"there is no codegen {name!r}. Choose {' or '.join(map(repr, CODE_GENERATORS))}.")
+    return name
 
 
 def _checked(actions: Sequence[str]) -> tuple[str, ...]:

@@ -459,7 +459,7 @@ def test_an_unwritable_cache_is_ignored_with_one_warning(folder: Path, asked: li
 
 def test_the_oldest_entries_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cache, "_MOST_ENTRIES", 3)
-    key = _cache._key("cpu")
+    key = _cache.cost_key("cpu")
     for name in "abcd":
         _cache._add(key, {name: OpCost(1.0)})
     _cache._add(key, {"b": OpCost(2.0)})  # measured again: the newest now
@@ -473,7 +473,7 @@ def _write_many(key: dict[str, Any], who: str) -> None:
 
 
 def test_two_processes_never_damage_the_file(folder: Path) -> None:
-    key = _cache._key("cpu")
+    key = _cache.cost_key("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside torch's idle threads
         context = multiprocessing.get_context("fork")

@@ -19,8 +19,11 @@ from gradstow.capture._capture import (
     was_told,
 )
 from gradstow.capture._captured import Captured, Seen, nothing_captured
+from gradstow.capture._compiled import joint_passes
+from gradstow.capture._cuda_history import cuda_history
 from gradstow.capture._cut import cut
 from gradstow.capture._fakes import Fakes, same_randomness
+from gradstow.capture._fuse import Kernel, expand
 from gradstow.capture._inplace import overwriting_call
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._loss import check_loss, find_loss
@@ -50,6 +53,7 @@ __all__ = [
     "Fakes",
     "InputRole",
     "JointGraph",
+    "Kernel",
     "OutputRef",
     "RehearsalFailed",
     "Seen",
@@ -71,9 +75,11 @@ __all__ = [
     "compile_settings",
     "compiled_nodes",
     "copy_graph",
+    "cuda_history",
     "cut",
     "device_of",
     "existing_gradients",
+    "expand",
     "expected_strides",
     "expose_parts",
     "find_loss",
@@ -84,6 +90,7 @@ __all__ = [
     "is_part",
     "is_tangent",
     "is_whole_call",
+    "joint_passes",
     "keep_layouts",
     "listen",
     "normalize",

@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 
 from gradstow._ops import keep_mask, masked_scale
+from gradstow.capture._compiled import decompositions as compiled_decompositions
 from gradstow.capture._layouts import real_layouts
 from gradstow.capture._randomness import no_frozen_numbers
 
@@ -59,10 +60,14 @@ def on_real_tensors() -> Iterator[None]:
         yield
 
 
-def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[..., Any], device: str) -> Any:
+def aot(
+    fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[..., Any], device: str, codegen: str = "eager"
+) -> Any:
     """A Dynamo backend around AOTAutograd; a graph without gradients runs as it is."""
-    decompositions = {}
-    if device == "cpu":
+    decompositions: dict[Any, Any] = {}
+    if codegen == "inductor":
+        decompositions = compiled_decompositions()
+    elif device == "cpu":
         decompositions = {
             aten.native_dropout.default: exact_dropout,
             aten.native_dropout_backward.default: exact_dropout_backward,
@@ -77,7 +82,9 @@ def aot(fw_compiler: Compiler, bw_compiler: Compiler, partition_fn: Callable[...
     )
 
     def trace(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        with eagers_kernels():
+        # compiled code is looked at before it runs, its backward too
+        whole: Any = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+        with eagers_kernels() if codegen == "eager" else whole:
             return backend(module, inputs)
 
     return trace

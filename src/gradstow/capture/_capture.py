@@ -40,7 +40,7 @@ class RehearsalFailed(CaptureError):
     told = False
 
 
-def capture(model: torch.nn.Module, step: Step) -> Captured:
+def capture(model: torch.nn.Module, step: Step, codegen: str = "eager") -> Captured:
     """Rehearse ``step`` on fake tensors. Allocates nothing of the step's size.
 
     A model that asks whether it is being compiled hears no, so that it goes the way that it goes in plain PyTorch.
@@ -53,13 +53,13 @@ def capture(model: torch.nn.Module, step: Step) -> Captured:
     first: Captured | None = None
     untraceable = False
     try:
-        first = _capture(model, step, told=False)
+        first = _capture(model, step, codegen, told=False)
     except RehearsalFailed as error:
         untraceable = _untraceable(error)
     if first is not None and not first.common.breaks:
         return first
     try:
-        other = _capture(model, step, told=True)
+        other = _capture(model, step, codegen, told=True)
     except CaptureError as error:
         if first is None:
             if isinstance(error, RehearsalFailed):
@@ -81,14 +81,14 @@ def was_told(graph: StepGraph) -> bool:
     return graph.versions.get("compiling") == "told"
 
 
-def _capture(model: torch.nn.Module, step: Step, *, told: bool) -> Captured:
-    device = device_of(model)
+def _capture(model: torch.nn.Module, step: Step, codegen: str, *, told: bool) -> Captured:
+    kind = (device_of(model), codegen)
     with same_randomness(), compile_settings(told), listen() as heard:
         try:
             with same_randomness(), contextlib.suppress(NothingCaptured):
-                return _rehearse(model, step, Fakes(), device, heard).told(told)
+                return _rehearse(model, step, Fakes(), kind, heard).told(told)
             heard.calls.clear()
-            return _rehearse(model, step, Fakes(), device, heard, parts=True).told(told)
+            return _rehearse(model, step, Fakes(), kind, heard, parts=True).told(told)
         except GradstowError:
             raise
         except Exception as error:
@@ -114,13 +114,14 @@ def _is_raised_by_user(error: Exception) -> bool:
 
 
 def _rehearse(
-    model: torch.nn.Module, step: Step, fakes: Fakes, device: str, heard: Listener, parts: bool = False
+    model: torch.nn.Module, step: Step, fakes: Fakes, kind: tuple[str, str], heard: Listener, parts: bool = False
 ) -> Captured:
+    device, codegen = kind
     parts = parts or has_parts(model)
     twin = fakes.model(model)
     if parts:
         expose_parts(twin)
-    recorder = Recorder([p for p in twin.parameters() if p.requires_grad], device)
+    recorder = Recorder([p for p in twin.parameters() if p.requires_grad], device, codegen)
     inputs, batch = fakes.tree(step.inputs), fakes.tree(step.batch)
     with fakes.mode:
         compiled = recorder.compile(fresh_function(call_module))
@@ -132,7 +133,7 @@ def _rehearse(
             room += loss.untyped_storage().nbytes()  # the loop drops the output, but backward() is called on the loss
         optimizer = rehearse_optimizer(fakes, step.optimizer, device)
     seen = Seen(rehearsed.called_with, reserve, (names, room), heard.breaks(), tuple(heard.calls))
-    return captured(model, step, recorder.log, seen, optimizer, parts=parts)
+    return captured(model, step, recorder.log, seen, optimizer, parts=parts, codegen=codegen)
 
 
 def see(
@@ -153,7 +154,7 @@ def _resident_keys(model: torch.nn.Module, inputs: Any) -> set[int]:
     return {storage_key(t) for t in there if t.layout is torch.strided}
 
 
-def captured_from(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) -> Captured:
+def captured_from(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, codegen: str = "eager") -> Captured:
     """A real step that was logged as it ran.
 
     Raises:
@@ -165,7 +166,7 @@ def captured_from(model: torch.nn.Module, step: Step, log: StepLog, seen: Seen) 
             fakes.tensor(parameter)
         with fakes.mode:
             optimizer = rehearse_optimizer(fakes, step.optimizer, device_of(model), make_gradients=True)
-    return captured(model, step, log, seen, optimizer, parts=has_parts(model))
+    return captured(model, step, log, seen, optimizer, parts=has_parts(model), codegen=codegen)
 
 
 class _Rehearsed:

@@ -58,6 +58,12 @@ class Captured:
             return self
         return replace(self, common=replace(self.common, versions={**self.common.versions, "compiling": "told"}))
 
+    @property
+    def facts(self) -> str:
+        """What decides the graphs that can be made, where the plain one does not show it."""
+        runs = [(r.roles, sorted(r.changed), r.mask, r.ran_backward, r.compiled.mutated) for r in self.order]
+        return repr((runs, sorted(self.existing), sorted(self.applied.items())))
+
     def graph(self, actions: Sequence[Action] = (), codes: Codes = NO_CODES) -> StepGraph:
         """``codes``: for some regions, by fingerprint, which ops' results are kept as which code, or where."""
         last = max(i for i, r in enumerate(self.order) if r.compiled.managed)
@@ -76,7 +82,7 @@ class Captured:
         print_ = fingerprint(graph.joint, graph.num_forward_outputs)
         chosen = [kept_as(code, names) for code, names in codes.get(print_, {}).items()]
         region = build_region(
-            normalize(graph.joint, record.mask if record.ran_backward else None),
+            normalize(graph.joint, record.mask if record.ran_backward else None, managed=graph.managed),
             graph.num_forward_outputs,
             [replace(role, added=role.parameter in self.existing) for role in record.roles],
             name=f"region {index}" if graph.managed else "loss",
@@ -88,13 +94,21 @@ class Captured:
             changed=_changed(record, self.order),
             mutated=graph.mutated,
             actions=(*actions, *chosen),
+            fused=graph.managed and self.common.codegen == "inductor",
         ).region
         applied = tuple(self.applied.get(role.parameter, -1) for role in record.roles)
         return replace(region, applied=applied) if self.applied else region
 
 
 def captured(
-    model: torch.nn.Module, step: Step, log: StepLog, seen: Seen, optimizer: tuple[int, int], *, parts: bool
+    model: torch.nn.Module,
+    step: Step,
+    log: StepLog,
+    seen: Seen,
+    optimizer: tuple[int, int],
+    *,
+    parts: bool,
+    codegen: str = "eager",
 ) -> Captured:
     device = device_of(model)
     _check_recorded(model, log.order, seen.breaks)
@@ -119,6 +133,7 @@ def captured(
         outside_bytes=seen.outside[1],
         outside_calls=seen.calls,
         parts=parts,
+        codegen=codegen,
         versions={"torch": torch.__version__},
     )
     return Captured(tuple(log.order), step.outputs_held, existing_gradients(model), applied, common)

@@ -40,15 +40,17 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
-def normalize(joint: fx.GraphModule, arriving: Sequence[bool] | None = None) -> fx.GraphModule:
+def normalize(joint: fx.GraphModule, arriving: Sequence[bool] | None = None, *, managed: bool = True) -> fx.GraphModule:
     """A normalised copy of ``joint``; ``arriving`` says which tangents arrive (all when None).
 
-    The copy's nodes keep their metadata; the original is left alone.
+    The copy's nodes keep their metadata; the original is left alone. ``managed``: False for code that runs as plain
+    PyTorch, so that no op may be another one.
     """
     module = copy_graph(joint)
     drop_aliases(module.graph)
+    if managed:
+        make_conjugates(module.graph)
     drop_clones(module.graph)
-    make_conjugates(module.graph)
     if arriving is not None:
         drop_tangents(module.graph, arriving)
     restore_batch_norm(module.graph)
@@ -64,6 +66,19 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     graph.output_node().meta = dict(module.graph.output_node().meta)
     return fx.GraphModule(module, graph)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The inputs that the node changes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    found = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        found += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node)]
+    return found
 
 
 def drop_aliases(graph: fx.Graph) -> None:
@@ -82,6 +97,8 @@ def drop_clones(graph: fx.Graph) -> None:
         old, new = source.meta["val"], node.meta["val"]
         if source.op == "placeholder" or node in outputs or old.stride() != new.stride():
             continue
+        if old.is_conj() or old.is_neg():  # the clone is no longer only marked as such, which some ops need
+            continue
         if old.untyped_storage().nbytes() == new.untyped_storage().nbytes():
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -90,8 +107,8 @@ def drop_clones(graph: fx.Graph) -> None:
 def make_conjugates(graph: fx.Graph) -> None:
     """A lazy conjugate that elementwise ops read is made by an op of its own.
 
-    Each of them would make it anew, in memory that nobody sees: a cost is measured on tensors that are not lazy. Matrix
-    products are left alone, which read lazy ones as they are.
+    Each of them would make it anew, beside its result; so made, results are written over it. Other ops are left alone:
+    some matrix products read lazy ones as they are, and what the rest makes anew is in their cost.
     """
     for target, made in _LAZY.items():
         for node in graph.find_nodes(op="call_function", target=target):

@@ -16,9 +16,10 @@ from gradstow._codes import CODES
 from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
 from gradstow.actions import Action, Offers
+from gradstow.capture._fuse import Kernel, fuse
 from gradstow.capture._gradients import copy_gradients
 from gradstow.capture._inplace import overwritable
-from gradstow.capture._normalize import is_tangent
+from gradstow.capture._normalize import is_tangent, written
 from gradstow.capture._places import module_path, source_line
 from gradstow.capture._rerun import OutputRef, RerunCall, rerun_call
 from gradstow.ir import Op, PlainForm, Region, Rerun, Storage, StorageKind, Value
@@ -89,12 +90,16 @@ def build_region(
     changed: Collection[int] = (),
     mutated: Collection[int] = (),
     actions: Sequence[Action] = (),
+    fused: bool = False,
 ) -> JointGraph:
     """The Region of a normalised joint graph; ``roles`` tells for each graph input where it comes from.
 
     ``changed``: inputs that something else changes in place before the backward runs; ``mutated``: those with a
     gradient that the forward itself changes. ``actions`` put in what they can; the region names them.
+    ``fused``: ops are the kernels that a compiler will make, which actions leave alone.
     """
+    if fused:
+        module, actions = fuse(module, changed), ()
     copy_gradients(module.graph, num_forward_outputs, roles)
     offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs), signature)
     for action in actions if managed else ():
@@ -105,9 +110,10 @@ def build_region(
     ops = region.ops if managed else _scoped(region.ops, built.op_nodes)
     late = {region.values[region.inputs[i]].storage for i in changed}
     ops = _pin_readers(ops, region.values, late, "reads what is changed before the backward")
-    streams = _can_stream(region, mutated)
+    streams = not fused and _can_stream(region, mutated)
     names = tuple(action.name for action in actions)
-    region = replace(region, ops=ops, held=held, managed=managed, streams=streams, actions=names)
+    region = replace(region, ops=ops, held=held, managed=managed, streams=streams, actions=names, fused=fused)
+    region = replace(region, late=tuple(sorted(changed)) if fused else ())
     return replace(built, region=region)
 
 
@@ -261,7 +267,7 @@ class _Builder:
             kind = StorageKind.RESIDENT
         outputs = self._make_outputs(node, kind)
         made = {self.values[v].storage for v in outputs} - read
-        view = bool(outputs) and not made and not _writes(node)
+        view = bool(outputs) and not made and not written(node)
         return Op(
             name=node.name,
             target=str(node.target),
@@ -270,14 +276,20 @@ class _Builder:
             backward=backward,
             view=view or node.op == "get_attr",
             pinned="" if node in self.reruns else _pinned(node),
-            writes=tuple(self.values[self.value_ids[n]].storage for n in _writes(node)),
-            overwrites=tuple(self.value_ids[n] for n in overwritable(node)),
+            writes=tuple(self.values[self.value_ids[n]].storage for n in written(node)),
+            overwrites=tuple(self.value_ids[n] for n in self._overwritable(node)),
             signature="" if node.op == "get_attr" else signature(node),
             lazy=node in self.offers.lazy,
             plain=self._plain_form(node),
             module=module_path(node),
             source=source_line(node),
         )
+
+    def _overwritable(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        if not isinstance(node.target, Kernel):
+            return overwritable(node)
+        # compiled code writes over what it made itself, not over what was saved for it
+        return tuple(n for n in node.target.overwritable(node) if (n in self.backward) == (node in self.backward))
 
     def _plain_form(self, node: fx.Node) -> PlainForm | None:
         if node not in self.offers.plain:
@@ -351,6 +363,8 @@ def plain_nbytes(node: fx.Node | None) -> int:
 
 def signature(node: fx.Node) -> str:
     """The node's key in the cost table."""
+    if isinstance(node.target, Kernel):
+        return node.target.signature(node)
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     return encode(str(node.target), _values(node.args), _values(node.kwargs))
@@ -371,7 +385,7 @@ def _backward_nodes(graph: fx.Graph, outputs: Sequence[Any]) -> set[fx.Node]:
     backward: set[fx.Node] = set()
     needed = {n for n in outputs if isinstance(n, fx.Node)}
     for node in reversed(list(graph.nodes)):
-        if node in needed or _writes(node):
+        if node in needed or written(node):
             needed.update(node.all_input_nodes)
             needed.add(node)
     for node in graph.nodes:
@@ -383,23 +397,10 @@ def _backward_nodes(graph: fx.Graph, outputs: Sequence[Any]) -> set[fx.Node]:
     return backward
 
 
-def _writes(node: fx.Node) -> list[fx.Node]:
-    """The inputs that the node changes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    written = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        written += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node)]
-    return written
-
-
 def _pinned(node: fx.Node) -> str:
     """Why the node may never run twice, or ""."""
     target = node.target
-    if node.op == "get_attr":
+    if node.op == "get_attr" or isinstance(target, Kernel):
         return ""
     if not isinstance(target, torch._ops.OpOverload):
         return f"{target} is not an operator that can be run again"

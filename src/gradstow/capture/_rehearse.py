@@ -12,6 +12,7 @@ from torch._functorch.partitioners import default_partition
 from torch.utils._pytree import tree_leaves
 
 from gradstow.capture._backend import aot, boxed
+from gradstow.capture._compiled import joint_passes
 from gradstow.capture._cut import cut
 from gradstow.capture._log import CompiledGraph, StepLog
 from gradstow.capture._normalize import copy_graph, is_tangent
@@ -22,8 +23,8 @@ from gradstow.ir import GraphBreak
 class Recorder:
     """Compiles functions so that running them on fakes records their graphs, in the order of their forwards."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
-        self.device = device
+    def __init__(self, parameters: Iterable[torch.Tensor], device: str, codegen: str = "eager") -> None:
+        self.device, self.codegen = device, codegen
         self.log = StepLog(parameters)
         self.managed = True
 
@@ -36,6 +37,14 @@ class Recorder:
         finally:
             self.managed = True
 
+    @property
+    def compiled(self) -> bool:
+        return self._codegen == "inductor"
+
+    @property
+    def _codegen(self) -> str:
+        return self.codegen if self.managed else "eager"
+
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend=self._backend, dynamic=False)
 
@@ -47,6 +56,7 @@ class Recorder:
         changed = changed_inputs(module)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
+            joint = joint_passes(joint) if self.compiled else joint
             graphs.append(CompiledGraph(copy_graph(joint), num_fwd_outputs, self.managed, changed, end))
             return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
@@ -56,7 +66,7 @@ class Recorder:
         def backward(gm: fx.GraphModule, _inputs: list[Any]) -> Any:
             return boxed(lambda args: self._run_backward(graphs[-1], gm, args))
 
-        compiled = aot(forward, backward, partition, self.device)(module, inputs)
+        compiled = aot(forward, backward, partition, self.device, self._codegen)(module, inputs)
 
         def call(*args: Any) -> Any:
             outputs = compiled(*args)

@@ -4,7 +4,8 @@ Called with op signatures by whoever plans; knows nothing of graphs, plans or mo
 """
 
 from gradstow.cost._analytic import Profile, analytic_costs, find_profile
-from gradstow.cost._cache import measured_costs
+from gradstow.cost._cache import cache_folder, cost_key, measured_costs, write_whole
+from gradstow.cost._kernels import kernel_costs
 from gradstow.cost._live import Memory, memory
 from gradstow.cost._measure import measure
 from gradstow.cost._memory import PeakMemory, measure_peak, paused
@@ -17,7 +18,10 @@ __all__ = [
     "Profile",
     "analytic_costs",
     "bandwidth_of",
+    "cache_folder",
+    "cost_key",
     "find_profile",
+    "kernel_costs",
     "measure",
     "measure_peak",
     "measured_costs",
@@ -25,4 +29,5 @@ __all__ = [
     "paused",
     "saved_by_modules",
     "transfer_costs",
+    "write_whole",
 ]

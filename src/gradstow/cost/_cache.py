@@ -39,7 +39,7 @@ def measured_costs(
     kept; an extrapolated one is measured once a larger limit allows it.
     """
     unique = list(dict.fromkeys(signatures))
-    key = _key(device)
+    key = cost_key(device)
     kept = _read(key)
     costs = {text: kept[name] for text in unique if (name := _digest(text)) in kept}
     stale = [t for t, cost in costs.items() if cost.how == "extrapolated" and fits(t, limit_bytes)]
@@ -52,7 +52,8 @@ def measured_costs(
     return CostTable({text: found[text] for text in unique}, fresh.device, fresh.threads)
 
 
-def _key(device: str) -> dict[str, Any]:
+def cost_key(device: str) -> dict[str, Any]:
+    """All that costs hold for."""
     return {
         "format": _FORMAT,
         "device": device_name(device),
@@ -77,10 +78,10 @@ def _path(key: Mapping[str, Any]) -> Path:
     return cache_folder() / f"{_digest(json.dumps(key, sort_keys=True))}.json"
 
 
-def cache_folder() -> Path:
-    """Where what was measured is kept for other processes."""
+def cache_folder(kind: str = "") -> Path:
+    """Where what was measured is kept for other processes, or a ``kind`` of other things beside it."""
     given = os.environ.get("GRADSTOW_CACHE_DIR")
-    return Path(given) if given else Path.home() / ".cache" / "gradstow" / "costs"
+    return Path(given, kind) if given else Path.home() / ".cache" / "gradstow" / (kind or "costs")
 
 
 def _read(key: Mapping[str, Any]) -> dict[str, OpCost]:

@@ -218,7 +218,13 @@ def choose_device(device: str | torch.device | None, what: str) -> torch.device:
     if device is None:
         in_use: Any = torch.cuda.is_initialized
         device = "cuda" if torch.cuda.is_available() and in_use() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise GradstowError(f"{what} knows no device {device!r}. Write cpu, cuda or cuda:0.") from error
+    count = torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        raise GradstowError(f"{what} cannot measure on {chosen}: PyTorch sees {count} CUDA devices here.")
     if chosen.type not in ("cpu", "cuda"):
         raise GradstowError(
             f"{what} cannot measure on {chosen.type!r}: it knows the allocators of cpu and cuda. "

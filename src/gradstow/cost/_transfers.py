@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from gradstow._units import format_bytes
 from gradstow.cost._analytic import TRANSFER, Profile
 from gradstow.cost._cache import cache_folder, write_whole
 from gradstow.cost._machine import device_name
+from gradstow.cost._shrink import bandwidth
 from gradstow.ir import OpCost
 from gradstow.offload import Place, place_of, store_in
 
@@ -45,15 +46,26 @@ class Bandwidth:
 @functools.cache
 def bandwidth_of(place: str, device: str = "cpu") -> Bandwidth:
     """Measured once per place, and kept beside the costs of ops for the next process."""
-    path = cache_folder() / "bandwidth.json"
     name = f"{place} of {device_name(device)}"
     if place != "host":
         name += f" on device {os.stat(store_in(place).folder).st_dev}"
+    return Bandwidth(*_kept(name, lambda: _measured(place_of(place), torch.device(device))))
+
+
+@functools.cache
+def bandwidth_within(device: str, threads: int) -> float:
+    """Bytes per second of a copy in the device's own memory, kept likewise."""
+    name = f"memory of {device_name(device)} with {threads} threads"
+    return _kept(name, lambda: (bandwidth(torch.device(device)),) * 2)[0]
+
+
+def _kept(name: str, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    path = cache_folder() / "bandwidth.json"
     known = _read(path)
     if name not in known:
-        known[name] = _measured(place_of(place), torch.device(device))
+        known[name] = measure()
         _write(path, known)
-    return Bandwidth(*known[name])
+    return known[name]
 
 
 def _measured(place: Place, device: torch.device) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from gradstow.capture import (
     cut,
     fresh_function,
     is_whole_call,
+    joint_passes,
     keep_layouts,
 )
 from gradstow.execute._eager import generate
@@ -63,13 +64,15 @@ class Executor:
         CaptureError: double backward.
     """
 
-    def __init__(self, source: Source, name_of: Callable[[torch.Tensor], str], device: str) -> None:
-        self.source, self.device = source, device
+    def __init__(
+        self, source: Source, name_of: Callable[[torch.Tensor], str], device: str, codegen: str = "eager"
+    ) -> None:
+        self.source, self.device, self.codegen = source, device, codegen
         self.programs: list[RegionProgram] = []
         self._name_of = name_of
         self.ran = 0  # planned graphs that ran in the last call
         self._begun = False  # whether anything of the model ran in it
-        self._call = torch.compile(fresh_function(call_module), backend=self._backend, dynamic=False)
+        self._call = torch.compile(fresh_function(call_module), backend=self.compile, dynamic=False)
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         self._begun, self.ran = False, 0
@@ -81,7 +84,8 @@ class Executor:
                 raise
             return module._call_impl(*args, **kwargs)  # with the op's own words
 
-    def _backend(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+    def compile(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        """A graph of Dynamo's, as what runs it."""
         self._begun = self._begun or not is_whole_call(module)  # Python code of the model ran before it
         return cut(module, inputs, self._compile_part)
 
@@ -90,23 +94,33 @@ class Executor:
         changed = changed_inputs(module)
 
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_kwargs: Any) -> Any:
-            raw = copy_graph(joint)
+            raw = copy_graph(joint_passes(joint) if self.codegen == "inductor" else joint)
             region, schedule = self.source.find(raw, num_fwd_outputs, begun=self._begun)
             program = RegionProgram(raw, num_fwd_outputs, region, schedule, generate, self.device, changed, end)
             programs.append(program)
             self.programs.append(program)
             return program.lowered.forward, _for_aot(program)
 
-        def forward(_gm: fx.GraphModule, _inputs: Any) -> Any:
-            keep_layouts()
+        def forward(_gm: fx.GraphModule, inputs: Any) -> Any:
+            if self.codegen == "eager":
+                keep_layouts()
+            programs[-1].build_forward(inputs)
             return self.source.forward(programs[-1])
+
+        def backward(gm: fx.GraphModule, inputs: Any) -> Any:
+            programs[-1].build_backward(inputs, [n.name for n in gm.graph.find_nodes(op="placeholder")])
+            return self.source.backward(programs[-1])
 
         compiled = aot(
             forward,
-            lambda _gm, _inputs: self.source.backward(programs[-1]),
+            backward,
             partition,
             self.device,
+            self.codegen,
         )(module, inputs)
+
+        if programs:
+            self.source.check(programs[-1], begun=self._begun)
 
         def call(*args: Any) -> Any:
             self._begun = True

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from gradstow._codes import PLACES
-from gradstow.capture import JointGraph, OutputRef, is_tangent
+from gradstow.capture import JointGraph, Kernel, OutputRef, expand, is_tangent
 from gradstow.ir import Deliver, Free, RegionSchedule, Run, StorageKind
 from gradstow.offload import arrived
 
@@ -173,6 +173,8 @@ class _Emitter:
             output.meta["desc"] = [None] * len(outputs)
         self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in (deliver, arrived))
         self.graph.lint()
+        if any(isinstance(n.target, Kernel) for n in self.graph.nodes):
+            return fx.GraphModule(self.joint.module, expand(self.graph))
         return fx.GraphModule(self.joint.module, self.graph)
 
     def node(self, value: int) -> fx.Node | None:

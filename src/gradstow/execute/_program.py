@@ -22,6 +22,7 @@ from gradstow.capture import (
     normalize,
     restrided,
 )
+from gradstow.execute._inductor import Compiled, compile_graph
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
 from gradstow.execute._stream import Current
 from gradstow.ir import Deliver, GraphBreak, Region, RegionSchedule, Run, StorageKind, write_events
@@ -58,16 +59,33 @@ class RegionProgram:
         self.strides = expected_strides(self.raw)
         joint = self._joint(self.raw, self.planned)
         self.lowered = lower(joint, self.schedule)
-        self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
-        self._backwards[self.planned, self.strides] = self.generate(
-            self.lowered.backward, self.lowered.backward_victims
-        )
         self.groups = _groups(self.region, self.schedule)
         self.current = Current()
         self._stand_ins: dict[int, torch.Tensor] = {}
         self.unplanned_runs = 0
         inputs = [n.name for n in self.raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         self.saved_inputs = [i for i, name in enumerate(inputs) if name in self.lowered.saved]
+
+    compiled: tuple[Compiled, Compiled] | None = field(init=False, default=None)
+
+    def build_forward(self, inputs: Sequence[Any]) -> None:
+        """Make its code; ``inputs`` are fakes of what will come."""
+        if self.region.fused:
+            self.forward = compile_graph(self.lowered.forward, inputs, backward=False)
+        else:
+            self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
+
+    def build_backward(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
+        if self.region.fused:
+            there = dict(zip(names, inputs, strict=True))
+            given = [there[n.name] for n in self.lowered.backward.graph.find_nodes(op="placeholder")]
+            compiled = compile_graph(self.lowered.backward, given, backward=True)
+            assert isinstance(self.forward, Compiled), "the forward is compiled first"
+            self.compiled = self.forward, compiled
+            self._backwards[self.planned, self.strides] = compiled
+        else:
+            code = self.generate(self.lowered.backward, self.lowered.backward_victims)
+            self._backwards[self.planned, self.strides] = code
 
     def run_backward(self, args: list[Any]) -> Any:
         """Gradients from saved tensors and tangents; tangents may be None."""
@@ -109,7 +127,9 @@ class RegionProgram:
             mask=mask,
             held=self.region.held,
             device=self.device,
+            changed=self.region.late,
             actions=named(self.region.actions),
+            fused=self.region.fused,
         )
 
     def _unplanned(self, mask: tuple[bool, ...], strides: Strides) -> Callable[[list[Any]], Any]:

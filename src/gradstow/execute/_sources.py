@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +22,9 @@ from gradstow.capture import (
     normalize,
     was_told,
 )
+from gradstow.execute._inductor import compiled_peak
 from gradstow.execute._program import RegionProgram
-from gradstow.ir import PlanData, Region, RegionSchedule, just_in_time
+from gradstow.ir import PlanData, Region, RegionSchedule, Resident, StepGraph, just_in_time, replay
 
 Boxed = Callable[[list[Any]], Any]
 Alone = Callable[[Region], RegionSchedule]
@@ -30,6 +32,14 @@ Alone = Callable[[Region], RegionSchedule]
 
 class UnknownGraph(StalePlan):
     """A graph turned up that no plan knows, before anything of this step ran."""
+
+
+class OverPlanned(Exception):
+    """Compiled code needs more than its region's part of the budget; nothing of this step has run."""
+
+    def __init__(self, over_bytes: int) -> None:
+        super().__init__(f"compiled code needs {over_bytes} bytes more than planned")
+        self.over_bytes = over_bytes
 
 
 class Source(Protocol):
@@ -43,6 +53,7 @@ class Source(Protocol):
     def find(self, raw: fx.GraphModule, num_outputs: int, *, begun: bool) -> tuple[Region, RegionSchedule]: ...
     def forward(self, program: RegionProgram) -> Boxed: ...
     def backward(self, program: RegionProgram) -> Boxed: ...
+    def check(self, program: RegionProgram, *, begun: bool) -> None: ...
 
 
 class Planned:
@@ -53,11 +64,13 @@ class Planned:
         alone: plans a graph that turns up in the middle of a step and that no plan knows.
         unknown: such a graph turned up.
         grew: more graphs ran in a step than planned.
+        over: bytes that compiled code needs more than planned, found in the middle of a step.
     """
 
-    def __init__(self, plan: PlanData, *, strict: bool, alone: Alone) -> None:
-        self.plans, self.strict, self.alone = [plan], strict, alone
+    def __init__(self, plans: list[PlanData], *, strict: bool, alone: Alone) -> None:
+        self.plans, self.strict, self.alone = plans, strict, alone
         self.unknown = self.grew = False
+        self.over = 0
 
     @property
     def told(self) -> bool:
@@ -76,7 +89,8 @@ class Planned:
                 return region, schedule
         if begun and not self.strict:
             self.unknown = True
-            region = lone_region(raw, num_outputs, self.plans[-1].graph.device)
+            graph = graph_alone(raw, num_outputs, self.plans[-1].graph.device, self.plans[-1].graph.codegen)
+            region = graph.regions[0]
             return region, self.alone(region)
         planned = ", ".join(region.fingerprint for region, _ in known)
         raise UnknownGraph(
@@ -90,6 +104,25 @@ class Planned:
 
     def backward(self, program: RegionProgram) -> Boxed:
         return boxed(program.run_backward)
+
+    def check(self, program: RegionProgram, *, begun: bool) -> None:
+        """Whether what was compiled of a region needs no more than it may.
+
+        Raises:
+            OverPlanned: it does, and the step has not begun.
+        """
+        plan = next((p for p in self.plans if any(r is program.region for r in p.graph.regions)), None)
+        allowed = None if plan is None else plan.step_budget_bytes
+        if plan is None or allowed is None or program.compiled is None:
+            return
+        needed = compiled_peak(
+            *program.compiled, program.num_forward_outputs, plan.costs.costs, held=program.region.held
+        )
+        spare = allowed - plan.predicted_step_peak_bytes
+        over = 0 if needed is None else needed - _peak_alone(plan, program.region) - spare
+        if over > 0 and not begun:
+            raise OverPlanned(over)
+        self.over = max(self.over, over)
 
 
 class Recorded:
@@ -122,6 +155,9 @@ class Recorded:
 
         return boxed(run)
 
+    def check(self, program: RegionProgram, *, begun: bool) -> None:
+        """Nothing is promised of a step that is recorded."""
+
     def _graph(self, program: RegionProgram) -> CompiledGraph:
         return self._graphs.setdefault(
             id(program),
@@ -129,23 +165,41 @@ class Recorded:
         )
 
 
+def _peak_alone(plan: PlanData, region: Region) -> int:
+    """What is planned for a region, without the rest of the step."""
+    index = next(i for i, r in enumerate(plan.graph.regions) if r is region)
+    graph = replace(plan.graph, regions=(region,), reserve_bytes=0, outside_bytes=0)
+    schedule = replace(plan.schedule, regions=(plan.schedule.regions[index],))
+    return replay(graph, schedule, plan.costs).peak_bytes
+
+
 def store_all(raw: fx.GraphModule, num_outputs: int, device: str) -> tuple[Region, RegionSchedule]:
     """A region for a graph that nobody planned, and the schedule that keeps all it can."""
-    region = lone_region(raw, num_outputs, device)
+    region = graph_alone(raw, num_outputs, device, "eager").regions[0]
     return region, just_in_time(region, range(len(region.storages)))
 
 
-def lone_region(raw: fx.GraphModule, num_outputs: int, device: str) -> Region:
-    """A region of which nobody knows what comes before and after it.
+def graph_alone(raw: fx.GraphModule, num_outputs: int, device: str, codegen: str, *, steady: bool = False) -> StepGraph:
+    """A step of one region, of which nobody knows what comes before and after it.
 
-    All its outputs may get gradients, and all its buffers may change before its backward.
+    All its outputs may get gradients. Its buffers may change before its backward, unless it is ``steady``.
     """
     primals = [n for n in raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
     vals = [n.meta.get("val") for n in primals]
-    buffers = [i for i, v in enumerate(vals) if isinstance(v, torch.Tensor) and not v.requires_grad]
+    fixed = [i for i, v in enumerate(vals) if isinstance(v, torch.Tensor) and not v.requires_grad]
+    buffers = [] if steady else fixed
     roles, print_ = [InputRole()] * len(primals), fingerprint(raw, num_outputs)
-    joint = build_region(normalize(raw), num_outputs, roles, print_=print_, held=True, device=device, changed=buffers)
-    return joint.region
+    joint = build_region(
+        normalize(raw),
+        num_outputs,
+        roles,
+        print_=print_,
+        held=True,
+        device=device,
+        changed=buffers,
+        fused=codegen == "inductor",
+    )
+    return StepGraph((joint.region,), Resident(), device=device, codegen=codegen)
 
 
 def _managed(plan: PlanData) -> list[tuple[Region, RegionSchedule]]:

@@ -129,6 +129,8 @@ class Region:
         managed: False for code that runs as plain PyTorch (a loss outside the model).
         fingerprint: structural hash of the captured graph; what runs must have the same.
         actions: names of the actions that put ops into it.
+        late: positions of inputs that something changes before the backward runs, where the graph is fused.
+        fused: whether its ops are kernels of a compiler, and no single calls.
     """
 
     name: str
@@ -148,6 +150,8 @@ class Region:
     managed: bool = True
     fingerprint: str = ""
     actions: tuple[str, ...] = ()
+    fused: bool = False
+    late: tuple[int, ...] = ()
 
     def producers(self) -> dict[int, int]:
         """Value id → id of the op that makes it; inputs and tangents are absent."""
@@ -200,6 +204,7 @@ class StepGraph:
         outside_calls: fused kernels that ran outside of any graph: the signature of their training step for the cost
             table, and the part of ``outside_bytes`` that stands for what they keep.
         parts: whether layers were captured on their own, because the code that calls them could not be.
+        codegen: "eager", or "inductor" where kernels are compiled.
         versions: torch and gradstow versions that captured it.
     """
 
@@ -217,6 +222,7 @@ class StepGraph:
     outside_bytes: int = 0
     outside_calls: tuple[tuple[str, int], ...] = ()
     parts: bool = False
+    codegen: str = "eager"
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -244,6 +250,7 @@ class StepGraph:
             outside_bytes=data["outside_bytes"],
             outside_calls=tuple((text, nbytes) for text, nbytes in data["outside_calls"]),
             parts=data["parts"],
+            codegen=data["codegen"],
             versions=dict(data["versions"]),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradstow._errors import BudgetTooSmall
 from gradstow._units import format_bytes
@@ -145,13 +145,15 @@ def _decide_replayed(problem: Problem, step_budget: int | None, policy: str, eff
         if over <= 0:
             return decision
         target -= over
+        cut_short = {"interrupted": True} if "interrupted" in decision.solver else {}
         try:
-            decision = _decide(problem, target, policy, effort)
+            again = _decide(problem, target, policy, effort)
+            decision = replace(again, solver={**again.solver, **cut_short})
         except BudgetTooSmall:
             least = minimum(problem, Stages(problem), effort)
             if _replayed_peak(problem, least.outcome.order) > step_budget:
                 raise _too_small(problem, least, step_budget) from None
-            return Decision(least.outcome.order, 0.0, {"solver": "smallest peak"})
+            return Decision(least.outcome.order, 0.0, {"solver": "smallest peak", **cut_short})
     return decision
 
 
@@ -168,15 +170,14 @@ def _decide(problem: Problem, step_budget: int | None, policy: str, effort: Effo
         return Decision(everything.order, 0.0, {"solver": "store-all"})
     stages = Stages(problem)
     found = search(problem, stages, step_budget, effort)
+    cut_short: dict[str, object] = {"interrupted": True} if found.interrupted else {}
     small = _small.best(problem, step_budget)
     if small is not None and (found.outcome is None or small.seconds < found.outcome.seconds):
-        return Decision(small.order, found.bound, {"solver": "all orders"})
+        return Decision(small.order, found.bound, {"solver": "all orders", **cut_short})
     if found.outcome is not None:
         name = "stages" if effort.rounds else "greedy"
         notes: dict[str, object] = {"solver": name, "rounds": found.rounds, "moments": len(found.moments)}
-        if found.interrupted:
-            notes["interrupted"] = True
-        return Decision(found.outcome.order, found.bound, notes)
+        return Decision(found.outcome.order, found.bound, {**notes, **cut_short})
     least = minimum(problem, stages, effort)
     if least.outcome.peak_bytes <= step_budget:
         return Decision(least.outcome.order, found.bound, {"solver": "smallest peak"})

@@ -1,0 +1,44 @@
+"""What Inductor does to a joint graph before it is partitioned: its decompositions and its joint-graph passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from gradstow._ops import keep_mask
+
+aten = torch.ops.aten
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table, with dropout that draws eager's own mask, and that Inductor can fuse."""
+    from torch._inductor.decomposition import select_decomp_table  # takes a second, and only compiled code needs it
+
+    return {
+        **select_decomp_table(),
+        aten.native_dropout.default: _dropout,
+        aten.native_dropout_backward.default: _dropout_backward,
+    }
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if not train or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if p == 1:  # eager draws no random numbers here
+        return x * 0.0, torch.zeros_like(x, dtype=torch.bool)
+    mask = keep_mask(x, 1 - p)
+    return torch.where(mask, x * (1 / (1 - p)), x * 0.0), mask
+
+
+def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.where(mask, grad * scale, grad * 0.0)
+
+
+def joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
+    """Inductor's passes over a joint graph, which it would run before partitioning it."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    return joint_graph_passes(joint)

@@ -1,0 +1,232 @@
+"""Plans whose kernels Inductor compiles: numbers judged against float64, peaks found before anything runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradstow as gs
+from gradstow._dynamo import backend
+from gradstow._planning import capture_step
+from gradstow._stow import plan_of
+from gradstow._wanted import Wanted
+from gradstow.capture import Step, expand
+from gradstow.capture._fuse import Kernel, fuse, kind_of
+from gradstow.capture._normalize import normalize
+from gradstow.errors import BudgetTooSmall, PolicyError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Blocks(nn.Module):
+    """LayerNorm, GELU and dropout around matrix products, and a BatchNorm, with its own loss."""
+
+    def __init__(self, blocks: int = 2, width: int = 16, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+                nn.Dropout(dropout),
+            )
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x), target)
+
+
+def batch(rows: int = 512, width: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, width, generator=generator), torch.randint(0, 5, (rows,), generator=generator)
+
+
+def made(dropout: float = 0.1) -> Blocks:
+    torch.manual_seed(0)
+    return Blocks(dropout=dropout)
+
+
+def train(model: Callable[..., Any], module: nn.Module, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Losses, gradients and buffers of some steps of SGD; the same random stream whatever runs."""
+    found: dict[str, torch.Tensor] = {}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    floating = next(module.parameters()).dtype
+    x, target = batch()
+    torch.manual_seed(1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(x.to(floating), target)
+        loss.backward()
+        optimizer.step()
+        found[f"loss {step}"] = loss.detach().clone()
+    found |= {f"gradient of {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    found |= {f"buffer {name}": b.clone() for name, b in module.named_buffers()}
+    found["random state"] = torch.get_rng_state()
+    return found
+
+
+def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """The largest error of what is floating, relative to the exact tensor's norm."""
+    assert found.keys() == exact.keys()
+    floats = [name for name in exact if exact[name].is_floating_point()]
+    assert len(floats) > 20
+    return max(float((found[n].double() - exact[n]).norm() / exact[n].norm().clamp_min(1e-12)) for n in floats)
+
+
+def measured(model: nn.Module) -> int:
+    x, target = batch()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with gs.measure_peak() as peak:
+        model(x, target).backward()
+    return peak.peak_bytes
+
+
+@pytest.fixture(scope="module")
+def stowed() -> Any:
+    """A model that trains compiled at 60 %, and what came of it."""
+    model = made()
+    gs.stow(model, budget="60%", codegen="inductor")
+    return model, train(model, model)
+
+
+def test_numbers_are_as_near_to_float64_as_those_of_torch_compile(stowed: Any) -> None:
+    _, found = stowed
+    exact = made().double()
+    reference = train(exact, exact)
+    other = made()
+    with torch._inductor.config.patch(fallback_random=True):
+        control = train(torch.compile(other, dynamic=False), other)
+    assert error(control, reference) > 0, "float32 is not float64"
+    assert error(found, reference) <= 1.5 * error(control, reference) + 1e-7
+
+
+def test_dropout_draws_eagers_numbers(stowed: Any) -> None:
+    _, found = stowed
+    plain = made()
+    reference = train(plain, plain)
+    assert torch.equal(found["random state"], reference["random state"])
+    assert error(found, {k: v.double() if v.is_floating_point() else v for k, v in reference.items()}) < 1e-4
+
+
+def test_batch_norm_counts_each_step_once(stowed: Any) -> None:
+    _, found = stowed
+    assert found["buffer norm.num_batches_tracked"].item() == 3
+
+
+def test_the_peak_is_under_the_budget_and_as_planned(stowed: Any) -> None:
+    model, _ = stowed
+    plan = plan_of(model)
+    assert plan is not None
+    assert plan.step_budget_bytes is not None
+    assert plan.rerun_ops > 0, "a budget that asks for something"
+    found = measured(model)
+    assert found <= plan.step_budget_bytes
+    assert found >= 0.9 * plan.predicted_step_peak_bytes
+
+
+def test_a_budget_that_cannot_be_met_is_refused_before_anything_runs() -> None:
+    model = made()
+    gs.stow(model, budget="2%", codegen="inductor")
+    state = torch.get_rng_state()
+    with pytest.raises(BudgetTooSmall) as refusal:
+        model(*batch())
+    assert refusal.value.minimum_bytes > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    model(*batch()).backward()  # plain now
+
+
+def test_torch_compile_takes_it_as_a_backend() -> None:
+    model, plain = made(), made()
+    compiled = torch.compile(model, backend=backend, options={"budget": "70%"}, dynamic=False)
+    found, reference = train(compiled, model), train(plain, plain)
+    assert error(found, {k: v.double() if v.is_floating_point() else v for k, v in reference.items()}) < 1e-4
+    assert torch.equal(found["random state"], reference["random state"])
+
+
+def test_the_backend_generates_eager_code_too() -> None:
+    model, plain = made(), made()
+    options = {"budget": "60%", "codegen": "eager"}
+    found = train(torch.compile(model, backend=backend, options=options, dynamic=False), model)
+    reference = train(plain, plain)
+    assert found.keys() == reference.keys()
+    assert all(torch.equal(found[name], reference[name]) for name in reference)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "no budget"),
+        ({"budget": "60%", "speed": 3}, "'speed' is no option"),
+        ({"budget": "60%", "codegen": "x"}, "'x'"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(PolicyError, match=why):
+        backend(torch.fx.symbolic_trace(nn.Linear(2, 2)), [torch.randn(2, 2)], options=options)
+
+
+def test_an_unknown_code_generator_is_named() -> None:
+    with pytest.raises(PolicyError, match="'triton'"):
+        gs.stow(made(), budget="60%", codegen="triton")
+
+
+# ------------------------------------------------------------------------------------------ kernels, without a compiler
+
+
+def joint_graph() -> Any:
+    """The normalised joint graph of the model as Inductor would see it."""
+    x, target = batch()
+    captured = capture_step(made(), Step(lambda m, i: m(*i), (x, target)), Wanted(codegen="inductor"))
+    record = captured.order[0]
+    return normalize(record.compiled.joint, record.mask), record.compiled.num_forward_outputs
+
+
+def run(module: Any, arguments: list[Any]) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    return [item for item in module(*arguments) if isinstance(item, torch.Tensor)]
+
+
+def real_arguments(module: Any) -> list[Any]:
+    generator = torch.Generator().manual_seed(7)
+    found: list[Any] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        val = node.meta["val"]
+        small = torch.rand(val.shape, generator=generator) + 0.5
+        found.append((small if val.is_floating_point() else small * 0).to(val.dtype))
+    return found
+
+
+def test_kernels_compute_what_their_ops_do() -> None:
+    module, _ = joint_graph()
+    fused = fuse(module)
+    again = torch.fx.GraphModule(fused, expand(fused.graph))
+    arguments = real_arguments(module)
+    results = [run(m, [copy.deepcopy(a) for a in arguments]) for m in (module, fused, again)]
+    assert len(results[0]) > 15
+    for one, two, three in zip(*results, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
+def test_only_what_is_read_from_memory_is_realized() -> None:
+    module, _ = joint_graph()
+    fused = fuse(module)
+    kernels = [n for n in fused.graph.nodes if isinstance(n.target, Kernel)]
+    products = [n for n in fused.graph.nodes if "mm" in str(n.target)]
+    assert len(products) == len([n for n in module.graph.nodes if "mm" in str(n.target)])
+    assert len(kernels) < len([n for n in module.graph.nodes if kind_of(n) in ("loop", "reduction")])
+    for node in fused.graph.nodes:
+        assert kind_of(node) != "loop", f"{node} is in no kernel"
