@@ -21,9 +21,11 @@ demo: $(READY) ## train ResNet-50 plain and under a memory limit, and show both 
 	$(BIN)/gradstow demo
 
 # Two processes of one thread each: threads that wait for one another would take the cores from the other process.
+# What is counted runs beside them, and is shown at the end.
 test: $(READY) ## all tests that run on a CPU
-	@code=0; $(MAKE) --no-print-directory coverage || code=1; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(addprefix --ignore=,$(COUNTED)) || code=1; exit $$code
+	@code=0; $(MAKE) --no-print-directory coverage >.counted.log 2>&1 & counted=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(addprefix --ignore=,$(COUNTED)) || code=1; \
+	wait $$counted || code=1; cat .counted.log; exit $$code
 
 # Only these: counting takes three times as long, and hand-made graphs say exactly what is expected of each line.
 coverage: $(READY) ## the tests on hand-made graphs and of actions; that they reach 95 % of ir, planner and actions
@@ -54,7 +56,7 @@ gpu: $(READY) ## all tests and the table on a CUDA device; fails where there is 
 	$(BIN)/python benchmarks/step_table.py --device cuda
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site .coverage .counted.log .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

@@ -89,9 +89,7 @@ def checkpointed(model: torch.nn.Module, case: Case, way: str) -> None:
         for start in range(0, len(blocks), size):
             _one_segment(blocks[start : start + size])
         return
-    options = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _save_products)} if way == "selective" else {}
-    )
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, save_products)} if way == "selective" else {}
     for block in blocks[:: 2 if way == "every second block" else 1]:
         # DenseNet's own way: a plain checkpoint fails, since the list of features that it is given grows
         if hasattr(block, "memory_efficient") and way != "selective":
@@ -100,7 +98,7 @@ def checkpointed(model: torch.nn.Module, case: Case, way: str) -> None:
         block.forward = _wrapped(block.forward, options)  # type: ignore[method-assign]
 
 
-def _save_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def save_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 

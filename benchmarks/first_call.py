@@ -35,7 +35,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as cache:
         for name, (kind, target, batch) in JOBS.items():
-            environment = {**os.environ, "GRADSTOW_CACHE_DIR": f"{cache}/{target.rsplit(':')[-1]}"}
+            folder = f"{cache}/{target.rsplit(':')[-1]}"
+            environment = {**os.environ, "GRADSTOW_CACHE_DIR": folder, "GRADSTOW_PLAN_CACHE": "0"}
             command = [sys.executable, __file__, kind, target, str(batch)]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             found = json.loads(done.stdout.strip().splitlines()[-1])

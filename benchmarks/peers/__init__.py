@@ -1,0 +1,1 @@
+"""gradstow against every other way to save activation memory; see ``__main__``."""
