@@ -18,7 +18,7 @@ import torch
 
 from zoo._subject import CLASSES, NotBuilt, Subject, batch_for, classes, images, sum_of_losses
 
-HEAVY = ("deepseek_vit_412m", "aimv2_large_patch14_224", "eva_large_patch14_196")
+HEAVY = ("deepseek_vit_412m", "gemma4_vit_167m_enc", "aimv2_large_patch14_224", "eva_large_patch14_196")
 TABLE = Path(__file__).with_name("timm.csv")
 FIELDS = ("family", "model", "parameters", "image", "sized", "timm")
 _SIZES = (64, 96, 128, 160, 192, 224, 256)

@@ -48,8 +48,7 @@ def backend(module: fx.GraphModule, inputs: list[Any], options: Mapping[str, Any
             inner = inner_error(error)
             if not isinstance(inner, OverPlanned):
                 raise
-            over = inner.over_bytes
-        wanted = replace(wanted, margin=wanted.margin + over)
+            wanted = replace(wanted, margin=inner.excess.margin(wanted.margin))
     raise BudgetTooSmall(
         f"the compiled code of this graph needs {format_bytes(wanted.margin)} more than planned. Give a larger budget, "
         "or use options={'codegen': 'eager'}, whose peak is as planned."

@@ -12,7 +12,7 @@ import torch
 from gradstow._errors import BudgetTooSmall, CaptureError, warn_user
 from gradstow._plan import Plan
 from gradstow._planning import capture_step, check_devices, plan_alone, plan_captured, share_of
-from gradstow._units import Budget, format_bytes, parse_budget
+from gradstow._units import Budget, format_bytes
 from gradstow._wanted import Wanted
 from gradstow.capture import (
     Captured,
@@ -33,7 +33,7 @@ from gradstow.capture import (
     see,
     storage_key,
 )
-from gradstow.execute import Executor, OverPlanned, Planned, Recorded, UnknownGraph, inner_error
+from gradstow.execute import Excess, Executor, OverPlanned, Planned, Recorded, UnknownGraph, inner_error
 from gradstow.ir import GraphBreak, Region, RegionSchedule
 
 _RECORDS = 2  # a model whose graphs change after that is taken for one that always changes
@@ -75,7 +75,7 @@ class Run:
             return module._call_impl(*args, **kwargs)
         if self._recording is not None and not self._recording.complete:
             return self._recording(module, args, kwargs)
-        over = 0
+        excess = Excess()
         for _ in range(_TRIES):
             executor, fresh = self._executor(module, args, kwargs)
             if executor is None:
@@ -90,11 +90,11 @@ class Run:
                     break
                 if not isinstance(inner, OverPlanned):
                     raise
-                over = inner.over_bytes
-                self._tighten(executor, over)
+                excess = inner.excess
+                self._tighten(executor, excess)
         else:
             assert self.last is not None, "it was tried"
-            raise _needs_more(self.last.predicted_peak_bytes, over)
+            raise _needs_more(self.last.predicted_peak_bytes, excess.beside)
         if not fresh and self._plan_again(executor, module, args, kwargs):
             try:
                 return self._execute(executor, module, args, kwargs)
@@ -116,23 +116,23 @@ class Run:
             self._give_up(module)
         return output
 
-    def _tighten(self, executor: Executor, over_bytes: int) -> None:
+    def _tighten(self, executor: Executor, excess: Excess) -> None:
         """Leave room for what compiled code takes beside the plan, of which nothing has run yet."""
         if _planned(executor).strict:
             plan = _planned(executor).plans[-1]
-            raise _needs_more(parse_budget(plan.budget).total_bytes or plan.predicted_peak_bytes, over_bytes)
-        self._leave_room(executor, over_bytes)
+            raise _needs_more(plan.predicted_peak_bytes, excess.beside)
+        self._leave_room(executor, excess)
 
     def _mind_compiled(self, executor: Executor) -> None:
         """Where a later graph of the step turned out to need more than planned, the next step leaves room for it."""
         source = _planned(executor)
-        if source.over:
-            self._leave_room(executor, source.over)
-            source.over = 0
+        if source.excess.over > 0:
+            self._leave_room(executor, source.excess)
+            source.excess = Excess()
 
-    def _leave_room(self, executor: Executor, nbytes: int) -> None:
-        """The step is planned again, with so many bytes more left free."""
-        self._margin += nbytes
+    def _leave_room(self, executor: Executor, excess: Excess) -> None:
+        """The step is planned again, with as much of the budget left free as compiled code takes beside its plan."""
+        self._margin = excess.margin(self._margin)
         self._executors = {k: known for k, known in self._executors.items() if known is not executor}
 
     def _give_up(self, module: torch.nn.Module) -> None:

@@ -53,6 +53,7 @@ def normalize(joint: fx.GraphModule, arriving: Sequence[bool] | None = None, *, 
     drop_clones(module.graph)
     if arriving is not None:
         drop_tangents(module.graph, arriving)
+    lay_views(module.graph)
     restore_batch_norm(module.graph)
     module.graph.eliminate_dead_code()
     name_kept_outputs(module.graph)
@@ -91,17 +92,48 @@ def drop_aliases(graph: fx.Graph) -> None:
 
 def drop_clones(graph: fx.Graph) -> None:
     """A clone with its input's own layout is a copy that nobody can tell from the input (dropout at p = 0)."""
-    outputs = set(graph.output_node().all_input_nodes)
+    given = {_memory(n) for n in graph.find_nodes(op="placeholder")}
+    handed_out = {_memory(n) for n in graph.output_node().all_input_nodes}
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         source = node.args[0]
         old, new = source.meta["val"], node.meta["val"]
-        if source.op == "placeholder" or node in outputs or old.stride() != new.stride():
+        if _memory(source) in given or _memory(node) in handed_out or old.stride() != new.stride():
             continue
         if old.is_conj() or old.is_neg():  # the clone is no longer only marked as such, which some ops need
             continue
         if old.untyped_storage().nbytes() == new.untyped_storage().nbytes():
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _memory(node: fx.Node) -> Any:
+    """What tells the memory of the node's value from that of others; None where it is no tensor."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    strided = isinstance(first, torch.Tensor) and first.layout is torch.strided
+    return first.untyped_storage()._cdata if strided else None
+
+
+def lay_views(graph: fx.Graph) -> None:
+    """Let views whose base was replaced lie on what they now read, so that nobody takes their memory for their own."""
+    for node in graph.nodes:
+        if node.target is operator.getitem:
+            made = node.args[0].meta["val"]
+            if isinstance(made, (tuple, list)) and isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta = {**node.meta, "val": made[node.args[1]]}
+        elif _returns_view(node) and _memory(node) not in map(_memory, node.all_input_nodes):
+            mode = _fake_mode(node)
+            assert mode is not None, "only fakes are traced"
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with mode, real_layouts():
+                node.meta = {**node.meta, "val": node.target(*args, **kwargs)}
+
+
+def _returns_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    aliases = [r.alias_info for r in node.target._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def make_conjugates(graph: fx.Graph) -> None:

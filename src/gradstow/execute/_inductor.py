@@ -60,6 +60,16 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], *, backward: bo
     return Compiled(code, str(getattr(code, "source_code", "") or ""), list(inputs))
 
 
+def donate_nothing() -> None:
+    """Tell AOTAutograd that no saved tensor's memory is written over, so that a graph can be retained.
+
+    Where it was asked not to look for such tensors, it takes them for unknown, and refuses.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
 @functools.cache
 def _near_only() -> Any:
     """Inductor's choices, without loops that join what lies far apart in the graph only because it reads the same.

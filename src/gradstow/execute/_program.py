@@ -22,7 +22,7 @@ from gradstow.capture import (
     normalize,
     restrided,
 )
-from gradstow.execute._inductor import Compiled, compile_graph
+from gradstow.execute._inductor import Compiled, compile_graph, donate_nothing
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
 from gradstow.execute._stream import Current
 from gradstow.ir import Deliver, GraphBreak, Region, RegionSchedule, Run, StorageKind, write_events
@@ -80,6 +80,7 @@ class RegionProgram:
             there = dict(zip(names, inputs, strict=True))
             given = [there[n.name] for n in self.lowered.backward.graph.find_nodes(op="placeholder")]
             compiled = compile_graph(self.lowered.backward, given, backward=True)
+            donate_nothing()
             assert isinstance(self.forward, Compiled), "the forward is compiled first"
             self.compiled = self.forward, compiled
             self._backwards[self.planned, self.strides] = compiled

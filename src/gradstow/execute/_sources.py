@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -34,12 +34,24 @@ class UnknownGraph(StalePlan):
     """A graph turned up that no plan knows, before anything of this step ran."""
 
 
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """What compiled code takes beside its plan, in bytes, and by how much the budget is too small for it."""
+
+    beside: int = 0
+    over: int = 0
+
+    def margin(self, before: int) -> int:
+        """How much of the budget to leave free in the next plan, more than ``before``."""
+        return max(self.beside, before + self.over)
+
+
 class OverPlanned(Exception):
     """Compiled code needs more than its region's part of the budget; nothing of this step has run."""
 
-    def __init__(self, over_bytes: int) -> None:
-        super().__init__(f"compiled code needs {over_bytes} bytes more than planned")
-        self.over_bytes = over_bytes
+    def __init__(self, excess: Excess) -> None:
+        super().__init__(f"compiled code needs {excess.over} bytes more than allowed")
+        self.excess = excess
 
 
 class Source(Protocol):
@@ -64,13 +76,13 @@ class Planned:
         alone: plans a graph that turns up in the middle of a step and that no plan knows.
         unknown: such a graph turned up.
         grew: more graphs ran in a step than planned.
-        over: bytes that compiled code needs more than planned, found in the middle of a step.
+        excess: of compiled code that was found to need too much in the middle of a step.
     """
 
     def __init__(self, plans: list[PlanData], *, strict: bool, alone: Alone) -> None:
         self.plans, self.strict, self.alone = plans, strict, alone
         self.unknown = self.grew = False
-        self.over = 0
+        self.excess = Excess()
 
     @property
     def told(self) -> bool:
@@ -118,11 +130,14 @@ class Planned:
         needed = compiled_peak(
             *program.compiled, program.num_forward_outputs, plan.costs.costs, held=program.region.held
         )
-        spare = allowed - plan.predicted_step_peak_bytes
-        over = 0 if needed is None else needed - _peak_alone(plan, program.region) - spare
-        if over > 0 and not begun:
-            raise OverPlanned(over)
-        self.over = max(self.over, over)
+        if needed is None:
+            return
+        beside = needed - _peak_alone(plan, program.region)
+        excess = Excess(beside, plan.predicted_step_peak_bytes + beside - allowed)
+        if excess.over > 0 and not begun:
+            raise OverPlanned(excess)
+        if excess.over > self.excess.over:
+            self.excess = excess
 
 
 class Recorded:
