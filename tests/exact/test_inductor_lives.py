@@ -16,18 +16,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Two(nn.Module):
-    """Two outputs of one trunk, whose weight is used twice."""
+    """Two outputs of one trunk, whose weights are used twice."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.first = nn.Linear(width, width)
+        self.first = nn.Linear(width, 4 * width)
+        self.second = nn.Linear(4 * width, width)
         self.norm = nn.LayerNorm(width)
         self.left, self.right = nn.Linear(width, 3), nn.Linear(width, 3)
         self.scale = 1.0
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for _ in range(2):
-            x = x + self.scale * nn.functional.gelu(self.norm(self.first(x)))
+            x = x + self.scale * self.second(nn.functional.gelu(self.first(self.norm(x))))
         return self.left(x), self.right(x)
 
 
@@ -80,6 +81,17 @@ def ask(call: Any, module: nn.Module, batch: Callable[[int], torch.Tensor]) -> N
         parameter.grad = found
 
 
+# in the first three more than one plan is made, for what other batches and gradients take
+BUDGETS: dict[Loop, str] = {
+    accumulate: "1MiB",
+    change: "1MiB",
+    freeze: "1MiB",
+    retain: "80%",
+    only_one: "80%",
+    ask: "80%",
+}
+
+
 def gradients(loop: Loop, how: str, dtype: torch.dtype = torch.float32) -> Gradients:
     torch.manual_seed(0)
     module = Two().to(dtype)
@@ -87,7 +99,7 @@ def gradients(loop: Loop, how: str, dtype: torch.dtype = torch.float32) -> Gradi
     if how == "compiled":
         call = torch.compile(module, dynamic=False)
     elif how == "stowed":
-        gs.stow(module, budget="100%", codegen="inductor")
+        gs.stow(module, budget=BUDGETS[loop], codegen="inductor")
     loop(call, module, inputs_in(dtype))
     assert how != "stowed" or plan_of(module) is not None
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -98,7 +110,7 @@ def error(found: Gradients, exact: Gradients) -> float:
     return max(float((found[n].double() - exact[n]).norm() / exact[n].norm()) for n in exact)
 
 
-@pytest.mark.parametrize("loop", [accumulate, retain, only_one, change, freeze, ask])
+@pytest.mark.parametrize("loop", BUDGETS)
 def test_gradients_are_as_near_to_float64_as_those_of_torch_compile(loop: Loop) -> None:
     exact = gradients(loop, "plain", torch.float64)
     assert len(exact) >= 6

@@ -25,7 +25,7 @@ from gradstow.capture import (
 from gradstow.execute._inductor import Compiled, compile_graph, donate_nothing
 from gradstow.execute._lower import Lowered, Victims, lower, lower_backward
 from gradstow.execute._stream import Current
-from gradstow.ir import Deliver, GraphBreak, Region, RegionSchedule, Run, StorageKind, write_events
+from gradstow.ir import Deliver, GraphBreak, Region, RegionSchedule, Run, StorageKind, just_in_time, write_events
 
 Generate = Callable[[fx.GraphModule, Victims], Callable[[list[Any]], Any]]
 
@@ -57,7 +57,7 @@ class RegionProgram:
         tangents = [n for n in self.raw.graph.find_nodes(op="placeholder") if is_tangent(n)]
         self.planned = self.region.tangent_mask or (True,) * len(tangents)
         self.strides = expected_strides(self.raw)
-        joint = self._joint(self.raw, self.planned)
+        joint = self._joint(self.raw, self.planned, fused=self.region.fused)
         self.lowered = lower(joint, self.schedule)
         self.groups = _groups(self.region, self.schedule)
         self.current = Current()
@@ -119,7 +119,7 @@ class RegionProgram:
             self._stand_ins[position] = zero.expand(val.shape)
         return self._stand_ins[position]
 
-    def _joint(self, raw: fx.GraphModule, mask: Sequence[bool]) -> JointGraph:
+    def _joint(self, raw: fx.GraphModule, mask: Sequence[bool], *, fused: bool) -> JointGraph:
         module = normalize(raw, mask)
         return build_region(
             module,
@@ -130,17 +130,18 @@ class RegionProgram:
             device=self.device,
             changed=self.region.late,
             actions=named(self.region.actions),
-            fused=self.region.fused,
+            fused=fused,
         )
 
     def _unplanned(self, mask: tuple[bool, ...], strides: Strides) -> Callable[[list[Any]], Any]:
         """A backward for other tangents, or other layouts of them, from the tensors that the plan saved."""
-        joint = self._joint(self.raw if strides == self.strides else restrided(self.raw, strides), mask)
+        raw = self.raw if strides == self.strides else restrided(self.raw, strides)
+        joint = self._joint(raw, mask, fused=False)  # other gradients would make other kernels, of other values
         region = joint.region
         saved = set(self.lowered.saved)
         here = {n.name: region.values[v].storage for v, n in enumerate(joint.value_nodes) if n is not None}
-        schedule = write_events(region, self._reruns_in(region))
         there = {here[name] for name in saved if name in here}
+        schedule = just_in_time(region, there) if self.region.fused else write_events(region, self._reruns_in(region))
         lost = [s for s in (*schedule.kept, *_read_from_outside(region, schedule)) if s not in there]
         if lost:
             value = next(v for v in region.values if v.storage == lost[0])
