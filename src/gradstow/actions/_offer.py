@@ -93,9 +93,13 @@ class Offers:
         return storage not in self._given and self._makers.get(storage) is node
 
     def call(self, after: fx.Node, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
-        """A lazy op behind ``after``, in whose name it stands in reports."""
+        """A lazy op behind ``after``, in whose name it stands in reports.
+
+        Its name says what it reads: where other gradients arrive than planned, what was kept is found by its name.
+        """
         with self.graph.inserting_after(after):
-            node = self.graph.call_function(target, args)
+            name = f"{args[0].name}_{target.__name__.partition('.')[0]}"
+            node = self.graph.create_node("call_function", target, args, name=name)
         node.meta = {**after.meta, "val": value, "partitioner_tag": "is_forward"}
         self.lazy.add(node)
         return node
