@@ -19,6 +19,7 @@ Working memory: some MiB, whatever the tensor's size.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -226,5 +227,17 @@ def _from_range(packed: torch.Tensor, code: Code, statistics: torch.Tensor) -> t
 
 _LIBRARY.impl("encode_lossy", _encode, "CompositeExplicitAutograd")
 _LIBRARY.impl("decode_lossy", _decode, "CompositeExplicitAutograd")
+
+
+def _encoded_shape(x: torch.Tensor, name: str) -> torch.Tensor:
+    return x.new_empty(code_nbytes(name, x.numel(), x.dtype), dtype=torch.uint8)
+
+
+def _decoded_shape(data: torch.Tensor, _name: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=data.device)
+
+
+torch.library.register_fake("gradstow::encode_lossy", _encoded_shape, lib=_LIBRARY)
+torch.library.register_fake("gradstow::decode_lossy", _decoded_shape, lib=_LIBRARY)
 encode_lossy = torch.ops.gradstow.encode_lossy.default
 decode_lossy = torch.ops.gradstow.decode_lossy.default

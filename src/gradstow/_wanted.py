@@ -74,11 +74,6 @@ class Wanted:
                 f"the policy {rules.name!r} only stores and recomputes, and {unused[0]}= would change nothing. "
                 "Leave it away, or plan with policy='auto'."
             )
-        if codegen != "eager" and (lossy is not None or offload is not None):
-            raise PolicyError(
-                f"codegen={codegen!r} stores and recomputes; lossy= and offload= need codegen='eager'. "
-                "Leave one of them out."
-            )
         return Wanted(
             budget=None if budget is None else parse_budget(budget),
             policy=rules,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +177,53 @@ def test_the_backend_generates_eager_code_too() -> None:
 def test_wrong_options_are_named(options: dict[str, Any], why: str) -> None:
     with pytest.raises(PolicyError, match=why):
         backend(torch.fx.symbolic_trace(nn.Linear(2, 2)), [torch.randn(2, 2)], options=options)
+
+
+@pytest.mark.parametrize("action", ["compress", "disk"])
+def test_exact_codes_and_files_change_no_number(action: str, tmp_path: Path) -> None:
+    kept = f"disk:{tmp_path}" if action == "disk" else action
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    peaks: dict[str, int] = {}
+    for name, rules in {"store": {"*": "store"}, action: {"*": kept if action == "compress" else "offload"}}.items():
+        model = made()
+        offload = kept if action == "disk" and name == "disk" else None
+        gs.stow(model, policy=rules, offload=offload, codegen="inductor")
+        found[name], peaks[name] = train(model, model), measured(model)
+    assert found["store"].keys() == found[action].keys()
+    assert all(torch.equal(found["store"][name], found[action][name]) for name in found["store"])
+    plan = plan_of(model)
+    assert plan is not None
+    wanted = "send" if action == "disk" else "pack_bits"
+    assert any(op.target == f"gradstow.{wanted}.default" for region in plan.graph.regions for op in region.ops)
+    assert action == "compress" or peaks[action] < 0.8 * peaks["store"], "the masks are a small part"
+
+
+def test_lossy_codes_stay_near_and_leave_the_users_random_numbers_alone() -> None:
+    model, plain = made(), made()
+    gs.stow(model, policy={"*": "int8"}, codegen="inductor")
+    found, reference = train(model, model), train(plain, plain)
+    plan = plan_of(model)
+    assert plan is not None
+    assert any("encode_lossy" in op.target for region in plan.graph.regions for op in region.ops)
+    assert torch.equal(found["random state"], reference["random state"])
+    assert torch.equal(found["loss 0"], reference["loss 0"]) or torch.allclose(found["loss 0"], reference["loss 0"])
+    away = error(found, {k: v.double() if v.is_floating_point() else v for k, v in reference.items()})
+    assert 1e-5 < away < 0.05, "lossy, and near"
+
+
+def test_lossy_codes_keep_a_relus_decisions() -> None:
+    class Net(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
+
+    torch.manual_seed(0)
+    model = Net()
+    gs.stow(model, policy={"*": "int2"}, codegen="inductor")
+    model(torch.randn(256, 16)).square().mean().backward()
+    plan = plan_of(model)
+    assert plan is not None
+    coded = [op.name for region in plan.graph.regions for op in region.ops if "encode_lossy" in op.target]
+    assert not any("relu" in name for name in coded)
 
 
 def test_an_unknown_code_generator_is_named() -> None:

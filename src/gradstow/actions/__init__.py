@@ -6,7 +6,7 @@ from gradstow._codes import CODES, EXACT
 from gradstow.actions._bits import Bits
 from gradstow.actions._lossy import Lossy, code_for
 from gradstow.actions._narrow import Narrow
-from gradstow.actions._offer import Action, Decode, Offers
+from gradstow.actions._offer import LAYOUTS, Action, Decode, Offers, layouts
 from gradstow.actions._offload import Offload
 from gradstow.actions._pool import PoolSizes
 from gradstow.actions._relu import ReluBits
@@ -35,4 +35,16 @@ def kept_as(code: str, ops: frozenset[str]) -> Action:
     return Lossy(code, ops) if code in CODES else Offload(code, ops)
 
 
-__all__ = ["LOSSLESS", "SPARSE_OPS", "Action", "Codes", "Decode", "Offers", "code_for", "kept_as", "named"]
+__all__ = [
+    "LAYOUTS",
+    "LOSSLESS",
+    "SPARSE_OPS",
+    "Action",
+    "Codes",
+    "Decode",
+    "Offers",
+    "code_for",
+    "kept_as",
+    "layouts",
+    "named",
+]

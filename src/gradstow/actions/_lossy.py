@@ -25,6 +25,9 @@ class Lossy(Replacement):
     statistics that normalisation and attention save beside their result.
     """
 
+    def offer(self, offers: Offers) -> list[fx.Node]:
+        return [n for n in super().offer(offers) if not any(_compares(r, n) for r in offers.readers(n))]
+
     def emit(self, offers: Offers, node: fx.Node) -> None:
         gradients = offers.backward_calls(torch.ops.aten.threshold_backward.default)
         for reader in (n for n in gradients if n.args[1] is node and has_bits(n)):
@@ -38,6 +41,12 @@ class Lossy(Replacement):
     def fits(self, value: torch.Tensor) -> bool:
         # as bf16 the short types gain nothing, and float64 reaches further
         return value.dtype in _KINDS and (self.code != "bf16" or value.dtype == torch.float32)
+
+
+def _compares(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether a compiled kernel decides by the value, as a ReLU's gradient does: such decisions stay exact."""
+    compares = getattr(reader.target, "compares", None)
+    return compares is not None and bool(compares(reader, value))
 
 
 def code_for(lossy: object) -> str:

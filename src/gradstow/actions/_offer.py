@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 SMALLEST = 1 << 12  # bytes of a value that is worth an op
+LAYOUTS = "eager_input_vals"  # where a node's metadata has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Offers:
         with self.graph.inserting_after(after):
             name = f"{args[0].name}_{target.__name__.partition('.')[0]}"
             node = self.graph.create_node("call_function", target, args, name=name)
-        node.meta = {**after.meta, "val": value, "partitioner_tag": "is_forward"}
+        node.meta = {**after.meta, "val": value, "partitioner_tag": "is_forward", LAYOUTS: layouts(args)}
         self.lazy.add(node)
         return node
 
@@ -159,6 +160,11 @@ class Replacement(Action):
     @abstractmethod
     def fits(self, value: torch.Tensor) -> bool:
         """Whether such a tensor, dense and the whole of its memory, can be replaced."""
+
+
+def layouts(args: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+    """What a compiler has to hand to an op of ours that goes by memory: arguments that lie like these."""
+    return fx.node.map_arg(args, lambda n: n.meta["val"]), {}
 
 
 def dense(value: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import fx
 
-from gradstow.actions._offer import Decode, Offers, Replacement
+from gradstow.actions._offer import LAYOUTS, Decode, Offers, Replacement
 from gradstow.offload import fetch, send, sent
 
 
@@ -25,7 +25,7 @@ class Offload(Replacement):
         leaving = offers.call(node, send, (node, self.code), ticket)
         until = self._until(offers, node) or leaving
         gone = offers.call(until, sent, (node, leaving), torch.empty_like(ticket))
-        gone.meta = {**leaving.meta, "val": gone.meta["val"]}
+        gone.meta = {**leaving.meta, **{key: gone.meta[key] for key in ("val", LAYOUTS)}}
         layout = (list(value.shape), list(value.stride()), value.dtype, value.device)
         kind = self.code.partition(":")[0]
         offers.decodes[offers.op_of(node)] = Decode(kind, fetch, (gone, self.code, *layout))

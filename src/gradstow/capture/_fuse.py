@@ -29,6 +29,7 @@ _LOOPS = {
     "scalar_tensor", "iota", "convert_element_type", "cat", "constant_pad_nd", "index", "gather", "embedding",
     "slice_scatter", "select_scatter", "flip", "roll", "repeat", "new_zeros", "new_full", "copy",
 }  # fmt: skip
+_COMPARISONS = {"le", "lt", "ge", "gt", "eq", "ne"}
 _REDUCTIONS = {"sum", "mean", "var_mean", "var", "amax", "amin", "any", "all", "prod", "xor_sum"}
 
 
@@ -58,6 +59,18 @@ class Kernel:
         places = self.graph.find_nodes(op="placeholder")
         made = node.meta["val"]
         return tuple(a for a, place in zip(node.args, places, strict=True) if _same_place(place, made))
+
+    def compares(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether what it makes of the input ``source`` of its call ``node`` is compared with something."""
+        places = self.graph.find_nodes(op="placeholder")
+        todo = [place for given, place in zip(node.args, places, strict=True) if given is source]
+        seen: set[fx.Node] = set()
+        while todo:
+            each = todo.pop()
+            if each not in seen:
+                seen.add(each)
+                todo += each.users
+        return any(name_of(each) in _COMPARISONS for each in seen)
 
     def signature(self, node: fx.Node) -> str:
         """Its key in the cost table: what it reads, what it makes, how many ops it has."""

@@ -96,10 +96,9 @@ def build_region(
 
     ``changed``: inputs that something else changes in place before the backward runs; ``mutated``: those with a
     gradient that the forward itself changes. ``actions`` put in what they can; the region names them.
-    ``fused``: ops are the kernels that a compiler will make, which actions leave alone.
+    ``fused``: ops are the kernels that a compiler will make.
     """
-    if fused:
-        module, actions = fuse(module, changed), ()
+    module = fuse(module, changed) if fused else module
     copy_gradients(module.graph, num_forward_outputs, roles)
     offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs), signature)
     for action in actions if managed else ():

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from gradstow._codes import PLACES
+from gradstow.actions import LAYOUTS, layouts
 from gradstow.capture import JointGraph, Kernel, OutputRef, expand, is_tangent
 from gradstow.ir import Deliver, Free, RegionSchedule, Run, StorageKind
 from gradstow.offload import arrived
@@ -124,7 +125,8 @@ class _Emitter:
             node = self.graph.call_function(call.target, args)
             made = source.meta["val"]
             vals = [made[i] for i in call.outputs]
-            node.meta = {**source.meta, "val": vals[0] if len(vals) == 1 else tuple(vals)}
+            val = vals[0] if len(vals) == 1 else tuple(vals)
+            node.meta = {**source.meta, "val": val, LAYOUTS: layouts(args)}
             outputs = [(k, op.outputs[i]) for k, i in enumerate(call.outputs)]
             if call.code in PLACES:
                 self.coming[self.joint.region.values[op.outputs[0]].storage] = node
@@ -171,7 +173,7 @@ class _Emitter:
         old = self.joint.module.graph.output_node().meta
         if "desc" in old:
             output.meta["desc"] = [None] * len(outputs)
-        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in (deliver, arrived))
+        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is deliver)
         self.graph.lint()
         if any(isinstance(n.target, Kernel) for n in self.graph.nodes):
             return fx.GraphModule(self.joint.module, expand(self.graph))

@@ -13,6 +13,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ _LIBRARY = torch.library.Library("gradstow", "FRAGMENT")
 _LIBRARY.define("send(Tensor x, str place) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _LIBRARY.define("sent(Tensor x, Tensor ticket) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _LIBRARY.define("fetch(Tensor ticket, str place, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor")
+_LIBRARY.define("arrived(Tensor(a!) x) -> ()")  # it has other bytes afterwards
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ def _fetch(
     return x
 
 
-def arrived(x: torch.Tensor) -> None:
+def _arrived(x: torch.Tensor) -> None:
     """Wait for what ``fetch`` reads into this tensor's memory.
 
     Raises:
@@ -138,8 +140,27 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-for _name, _function in (("send", _send), ("sent", _sent), ("fetch", _fetch)):
+for _name, _function in (("send", _send), ("sent", _sent), ("fetch", _fetch), ("arrived", _arrived)):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+def _ticket_shape(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _fetched_shape(_ticket: Any, _place: str, size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+_ON_FAKES: dict[str, Callable[..., Any]] = {
+    "send": _ticket_shape,
+    "sent": _ticket_shape,
+    "fetch": _fetched_shape,
+    "arrived": lambda _x: None,
+}
+for _name, _shape in _ON_FAKES.items():
+    torch.library.register_fake(f"gradstow::{_name}", _shape, lib=_LIBRARY)
 send = torch.ops.gradstow.send.default
 sent = torch.ops.gradstow.sent.default
 fetch = torch.ops.gradstow.fetch.default
+arrived = torch.ops.gradstow.arrived.default
