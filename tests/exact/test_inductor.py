@@ -20,6 +20,8 @@ from gradstow.capture import Step, expand
 from gradstow.capture._fuse import Kernel, fuse, kind_of
 from gradstow.capture._normalize import normalize
 from gradstow.errors import BudgetTooSmall, PolicyError
+from gradstow.execute import _program
+from gradstow.execute._inductor import compile_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -147,6 +149,32 @@ def test_a_budget_that_cannot_be_met_is_refused_before_anything_runs() -> None:
     assert refusal.value.minimum_bytes > 0
     assert torch.equal(torch.get_rng_state(), state)
     model(*batch()).backward()  # plain now
+
+
+def compiled_text(blocks: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The compiled code of a model of some blocks, its forward's and its backward's."""
+    texts: list[str] = []
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        found = compile_graph(*args, **kwargs)
+        texts.append(found.source)
+        return found
+
+    monkeypatch.setattr(_program, "compile_graph", compiled)
+    torch.manual_seed(0)
+    model = Blocks(blocks)
+    gs.stow(model, policy="store-all", codegen="inductor")
+    model(*batch()).backward()
+    monkeypatch.undo()
+    assert len(texts) == 2
+    return "".join(texts)
+
+
+def test_repeated_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks are more calls of the same kernels."""
+    few, many = compiled_text(3, monkeypatch), compiled_text(6, monkeypatch)
+    assert many.count("extern_kernels.") >= few.count("extern_kernels.") + 3 * 4, "every block has matrix products"
+    assert many.count("async_compile.") == few.count("async_compile.") > 5
 
 
 def test_torch_compile_takes_it_as_a_backend() -> None:
