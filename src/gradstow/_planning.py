@@ -117,7 +117,10 @@ def plan_captured(captured: Captured, wanted: Wanted) -> Plan:
         return known
     bare = pricer.of(graph)
     simple = not asks_for_codes(wanted.policy) and (wanted.policy.name != "auto" or _stores_all(bare, wanted))
-    plan, whole = _fastest([bare] if simple else _ways(pricer, bare, ruled), wanted)
+    try:
+        plan, whole = _fastest([bare] if simple else _ways(pricer, bare, ruled), wanted)
+    except BudgetTooSmall as refused:
+        plan, whole = _smallest(pricer, bare, ruled, refused)
     if whole:
         keep_plan(key, plan, pricer.seen)
     return plan
@@ -219,6 +222,24 @@ def _allowed_ways(pricer: _Pricer, bare: Priced, exact: Sequence[Action], ruled:
             found.append((_roughly(way, wanted), len(found), way))
     for _, _, way in sorted(found)[:_TRIED]:
         yield way
+
+
+def _smallest(pricer: _Pricer, bare: Priced, ruled: Codes, refused: BudgetTooSmall) -> tuple[Plan, bool]:
+    """With all that may be encoded, also where it takes more time than making it again: what else is refused fits so.
+
+    Raises:
+        BudgetTooSmall: it does not; of both refusals that which needs less.
+    """
+    wanted = pricer.wanted
+    every = [every_code(bare.graph, wanted, code) for code in (wanted.lossy, wanted.offload) if code is not None]
+    exact = LOSSLESS if "compress" in wanted.actions else ()
+    ways = [pricer.coded(exact, together(ruled, codes)) for codes in every if codes]
+    if not ways:
+        raise refused
+    try:
+        return _fastest(ways, wanted)
+    except BudgetTooSmall as error:
+        raise min(refused, error, key=lambda e: e.minimum_bytes) from None
 
 
 def _roughly(priced: Priced, wanted: Wanted) -> float:

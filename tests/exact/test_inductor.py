@@ -223,7 +223,7 @@ def test_exact_codes_and_files_change_no_number(action: str, tmp_path: Path) -> 
     assert plan is not None
     wanted = "send" if action == "disk" else "pack_bits"
     assert any(op.target == f"gradstow.{wanted}.default" for region in plan.graph.regions for op in region.ops)
-    assert action == "compress" or peaks[action] < 0.8 * peaks["store"], "the masks are a small part"
+    assert action == "compress" or peaks[action] < 0.95 * peaks["store"], "the masks are a small part"
 
 
 def test_lossy_codes_stay_near_and_leave_the_users_random_numbers_alone() -> None:

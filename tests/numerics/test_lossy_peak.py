@@ -132,3 +132,16 @@ def test_verify_says_how_far_gradients_are() -> None:
     assert "of their norm" in str(far)
     assert far.to_json()["gradient_error"] == far.gradient_error
     assert gs.verify(net(), X, budget="90%", rounds=1, steps=1).gradient_error is None
+
+
+def test_codes_that_take_longer_are_used_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(gs.errors.BudgetTooSmall) as bare:
+        gs.plan(net(), X, budget="1%")
+    budget = bare.value.minimum_bytes - (1 << 16)
+    monkeypatch.setattr(_planning, "worthwhile", lambda *_: iter(()))
+    plan = gs.plan(net(), X, budget=budget, lossy="int2")
+    assert plan.predicted_peak_bytes <= budget
+    assert plan.lossy
+    with pytest.raises(gs.errors.BudgetTooSmall) as refusal:
+        gs.plan(net(), X, budget="1%", lossy="int2")
+    assert refusal.value.minimum_bytes <= bare.value.minimum_bytes
