@@ -22,7 +22,7 @@ from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, captur
 from gradstow.cost import analytic_costs, kernel_costs, measured_costs, transfer_costs
 from gradstow.ir import CostTable, OpCost, RegionSchedule, StepGraph
 from gradstow.offload import check_place
-from gradstow.planner import Effort, make_plan, plain_step_peak, smallest_peak, store_all_peak
+from gradstow.planner import Effort, make_plan, optimizer_peak, plain_step_peak, smallest_peak, store_all_peak
 from gradstow.planner import frontier as find_frontier
 
 _TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
@@ -345,7 +345,7 @@ def _allowed(priced: Priced, wanted: Wanted) -> int | None:
     assert budget.total_bytes is not None
     left = budget.total_bytes - graph.resident.total
     if left <= 0:
-        needed = graph.resident.total + smallest_peak(graph, costs)[0]
+        needed = graph.resident.total + max(smallest_peak(graph, costs)[0], optimizer_peak(graph, costs))
         raise BudgetTooSmall(
             f"the budget of {format_bytes(budget.total_bytes)} is less than what is resident before the step "
             f"starts: {format_bytes(graph.resident.total)} of parameters, buffers, gradients, optimizer state "

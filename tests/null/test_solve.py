@@ -97,6 +97,16 @@ def test_the_minimum_is_met_and_one_byte_less_is_refused(name: str) -> None:
     assert below.minimum_bytes == error.minimum_bytes
 
 
+@pytest.mark.parametrize("name", HAND_MADE)
+def test_the_minimum_has_room_for_the_optimizers_step(name: str) -> None:
+    graph = replace(HAND_MADE[name](), resident=Resident(parameters=10 * MIB), optimizer_peak_bytes=100 * MIB)
+    error = refusal(graph, 1)
+    assert "optimizer.step needs" in str(error)
+    plan = planned(graph, error.minimum_bytes - graph.resident.total)
+    assert plan.predicted_peak_bytes == error.minimum_bytes
+    assert refusal(graph, error.minimum_bytes - graph.resident.total - 1).minimum_bytes == error.minimum_bytes
+
+
 @pytest.mark.parametrize(
     ("make", "peak", "culprit"),
     [

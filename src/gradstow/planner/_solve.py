@@ -91,6 +91,14 @@ def smallest_peak(graph: StepGraph, costs: CostTable, effort: Effort | None = No
     return replay(graph, schedule_of(problem, found.outcome.order), costs).peak_bytes, found.proven_bytes
 
 
+def optimizer_peak(graph: StepGraph, costs: CostTable) -> int:
+    """Bytes alive while ``optimizer.step`` runs, above what is resident, whatever the schedule; 0 without one."""
+    if not graph.optimizer_peak_bytes:
+        return 0
+    end = replay(graph, schedule_of(build_problem(graph, costs), []), costs).end_bytes
+    return end + graph.optimizer_peak_bytes
+
+
 def base_seconds(problem: Problem) -> float:
     """What every order of this graph takes at least: each op once, without what need not run."""
     return sum(node.seconds for node in (*problem.forward, *problem.backward) if not node.lazy)
@@ -186,13 +194,15 @@ def _decide(problem: Problem, step_budget: int | None, policy: str, effort: Effo
 
 def _too_small(problem: Problem, least: Minimum, step_budget: int) -> BudgetTooSmall:
     graph, peak = problem.graph, max(least.outcome.peak_bytes, _replayed_peak(problem, least.outcome.order))
-    needed = peak + graph.resident.total
+    optimizer = optimizer_peak(graph, problem.costs)
+    needed = max(peak, optimizer) + graph.resident.total
+    step = f", of which optimizer.step needs {format_bytes(optimizer)}" if optimizer > peak else ""
     return BudgetTooSmall(
         f"no plan fits: the budget leaves {format_bytes(step_budget)} for the step above the "
         f"{format_bytes(graph.resident.total)} that are resident, and the smallest step peak found is "
         f"{format_bytes(peak)}, set by {_culprit(problem, least.outcome)}; under {format_bytes(least.proven_bytes)} "
-        f"no schedule can be. The smallest budget is {needed} bytes ({format_bytes(needed)}). Give at least that, "
-        "or use a smaller batch.",
+        f"no schedule can be. The smallest budget is {needed} bytes ({format_bytes(needed)}){step}. Give at least "
+        "that, or use a smaller batch.",
         budget_bytes=step_budget + graph.resident.total,
         minimum_bytes=needed,
     )
