@@ -44,11 +44,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="jobs whose names contain one of these")
     only = parser.parse_args().only
     with tempfile.TemporaryDirectory() as cache:
-        for name, (kind, target, batch) in JOBS.items():
+        for number, (name, (kind, target, batch)) in enumerate(JOBS.items()):
             if not any(part in name for part in only):
                 continue
             shared = kind in ("stow", "plan")
-            folder = f"{cache}/{target.rsplit(':')[-1] if shared else name}"
+            folder = f"{cache}/{target.rsplit(':')[-1] if shared else number}"
             caches = {"GRADSTOW_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
             environment = {**os.environ, **caches, "GRADSTOW_PLAN_CACHE": "0"}
             command = [sys.executable, __file__, "work", kind, target, str(batch)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,18 @@ def test_repeated_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
     few, many = compiled_text(3, monkeypatch), compiled_text(6, monkeypatch)
     assert many.count("extern_kernels.") >= few.count("extern_kernels.") + 3 * 4, "every block has matrix products"
     assert many.count("async_compile.") == few.count("async_compile.") > 5
+
+
+def test_max_pooling_is_the_first_thing_that_a_process_compiles() -> None:
+    code = (
+        "import torch, gradstow as gs\n"
+        "model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.MaxPool2d(3, 2, 1))\n"
+        "gs.stow(model, budget='100%', codegen='inductor')\n"
+        "model(torch.randn(4, 3, 32, 32)).square().mean().backward()\n"
+        "print(model[0].weight.grad.norm() > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "tensor(True)", done.stderr
 
 
 def test_torch_compile_takes_it_as_a_backend() -> None:

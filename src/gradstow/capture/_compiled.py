@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ aten = torch.ops.aten
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Inductor's table, with dropout that draws eager's own mask, and that Inductor can fuse."""
+    importlib.import_module("torch._inductor.lowering")  # max-pooling's decomposition asks it, and does not import it
     from torch._inductor.decomposition import select_decomp_table  # takes a second, and only compiled code needs it
 
     return {
