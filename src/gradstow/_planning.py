@@ -98,8 +98,14 @@ class _Pricer:
         self.seen.update(priced.costs.costs)
         return priced
 
-    def coded(self, actions: Sequence[Action], codes: Codes) -> Priced:
-        return self.of(self.captured.graph(actions, codes))
+    @property
+    def exact(self) -> Sequence[Action]:
+        """The exact codes that are allowed."""
+        return LOSSLESS if "compress" in self.wanted.actions else ()
+
+    def coded(self, codes: Codes) -> Priced:
+        """With what is allowed of the exact codes, and others for some values."""
+        return self.of(self.captured.graph(self.exact, codes))
 
 
 def plan_captured(captured: Captured, wanted: Wanted) -> Plan:
@@ -193,26 +199,25 @@ def _ruled(graph: StepGraph, wanted: Wanted) -> Codes:
 def _ways(pricer: _Pricer, bare: Priced, ruled: Codes) -> Iterator[Priced]:
     """The step with all that may be encoded, then with less; what rules ask for always."""
     wanted = pricer.wanted
-    exact = LOSSLESS if "compress" in wanted.actions else ()
-    coded = pricer.coded(exact, ruled)
+    coded = pricer.coded(ruled)
     timed = with_time(ruled, coded.graph, coded.costs)
     if timed != ruled:  # with time for what travels, and without
-        yield pricer.coded(exact, timed)
+        yield pricer.coded(timed)
     if ruled or any(op.lazy for region in coded.graph.regions for op in region.ops):
         yield coded
     if not asks_for_codes(wanted.policy):
         yield bare
-    yield from _allowed_ways(pricer, bare, exact, timed)
+    yield from _allowed_ways(pricer, bare, timed)
 
 
-def _allowed_ways(pricer: _Pricer, bare: Priced, exact: Sequence[Action], ruled: Codes) -> Iterator[Priced]:
+def _allowed_ways(pricer: _Pricer, bare: Priced, ruled: Codes) -> Iterator[Priced]:
     """Beside what rules ask for, what may pay of the code and the place that the user allows."""
     wanted = pricer.wanted
 
     def priced(codes: Codes) -> Priced:
-        return pricer.coded(exact, together(ruled, codes))
+        return pricer.coded(together(ruled, codes))
 
-    allowed = [*(EXACT if exact else ()), wanted.lossy, wanted.offload]
+    allowed = [*(EXACT if pricer.exact else ()), wanted.lossy, wanted.offload]
     every = [(code, every_code(bare.graph, wanted, code)) for code in allowed if code is not None]
     full = [(code, codes, priced(codes)) for code, codes in every if codes]
     found: list[tuple[float, int, Priced]] = []
@@ -232,8 +237,7 @@ def _smallest(pricer: _Pricer, bare: Priced, ruled: Codes, refused: BudgetTooSma
     """
     wanted = pricer.wanted
     every = [every_code(bare.graph, wanted, code) for code in (wanted.lossy, wanted.offload) if code is not None]
-    exact = LOSSLESS if "compress" in wanted.actions else ()
-    ways = [pricer.coded(exact, together(ruled, codes)) for codes in every if codes]
+    ways = [pricer.coded(together(ruled, codes)) for codes in every if codes]
     if not ways:
         raise refused
     try:

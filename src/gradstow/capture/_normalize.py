@@ -122,11 +122,16 @@ def lay_views(graph: fx.Graph) -> None:
             if isinstance(made, (tuple, list)) and isinstance(node.meta.get("val"), torch.Tensor):
                 node.meta = {**node.meta, "val": made[node.args[1]]}
         elif _returns_view(node) and _memory(node) not in map(_memory, node.all_input_nodes):
-            mode = _fake_mode(node)
-            assert mode is not None, "only fakes are traced"
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            with mode, real_layouts():
-                node.meta = {**node.meta, "val": node.target(*args, **kwargs)}
+            _make_again(node)
+
+
+def _make_again(node: fx.Node) -> None:
+    """Let the node hold what its op makes of what it now reads."""
+    mode = _fake_mode(node)
+    assert mode is not None, "only fakes are traced"
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with mode, real_layouts():
+        node.meta = {**node.meta, "val": node.target(*args, **kwargs)}
 
 
 def _returns_view(node: fx.Node) -> bool:
@@ -232,11 +237,11 @@ def _lay_out_again(graph: fx.Graph) -> None:
         mode = _fake_mode(node)
         if UNSURE not in node.meta or node.op != "call_function" or mode is None or _has_effects(node):
             continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with mode, real_layouts():
-            if node.target is aten.view.default and not _can_view(*args):
-                node.target = aten._reshape_copy.default
-            node.meta = {**node.meta, "val": node.target(*args, **kwargs)}
+        if node.target is aten.view.default:
+            with mode:
+                fits = _can_view(node.args[0].meta["val"], node.args[1])
+            node.target = node.target if fits else aten._reshape_copy.default
+        _make_again(node)
 
 
 def _can_view(value: torch.Tensor, size: list[int]) -> bool:
