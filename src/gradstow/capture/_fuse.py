@@ -18,6 +18,7 @@ from torch import fx
 
 from gradstow._signature import encode
 from gradstow.capture._normalize import copy_graph, written
+from gradstow.capture._tree import storage_key
 
 aten = torch.ops.aten
 
@@ -239,7 +240,7 @@ def _is_view(node: fx.Node) -> bool:
     source = first.meta.get("val") if isinstance(first, fx.Node) else None
     if not isinstance(val, torch.Tensor) or not isinstance(source, torch.Tensor):
         return False
-    return val.untyped_storage()._cdata == source.untyped_storage()._cdata
+    return storage_key(val) == storage_key(source)
 
 
 def _same_place(place: fx.Node, made: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import fx
 
 from gradstow.capture._layouts import real_layouts
 from gradstow.capture._rerun import OutputRef, rerun_call
+from gradstow.capture._tree import storage_key
 
 aten = torch.ops.aten
 
@@ -111,7 +112,7 @@ def _memory(node: fx.Node) -> Any:
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     strided = isinstance(first, torch.Tensor) and first.layout is torch.strided
-    return first.untyped_storage()._cdata if strided else None
+    return storage_key(first) if strided else None
 
 
 def lay_views(graph: fx.Graph) -> None:
