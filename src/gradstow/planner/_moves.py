@@ -138,6 +138,7 @@ class _Lives:
 
     def __init__(self, problem: Problem, outcome: Outcome) -> None:
         self.problem = problem
+        self.codes = {u for index in problem.lazy for u in problem.forward[index].outputs}
         self.spans: dict[int, list[tuple[int, int]]] = {}
         for s, first, last in outcome.lives:
             self.spans.setdefault(s, []).append((first, last))
@@ -157,14 +158,21 @@ class _Lives:
         return any(first < position <= last for first, last in self.spans.get(s, ()))
 
     def chain(self, s: int, position: int) -> tuple[Node, ...]:
-        """What must run before ``position`` to make ``s`` there; empty where that is too much."""
+        """What must run before ``position`` to make ``s`` there; empty where that is too much.
+
+        Codes that are smaller than ``s`` are kept for it, if they are not yet: to encode again would read the value.
+        """
         nodes: dict[int, Node] = {}
         made: set[int] = set()
-        stack = [s]
+        stack, nbytes = [s], self.problem.nbytes
         while stack:
             storage = stack[-1]
             source = self.problem.remaker[storage]
-            missing = [u for u in source.again_inputs if u not in made and not self.there(u, position)]
+            missing = [
+                u
+                for u in source.again_inputs
+                if not (u in made or self.there(u, position) or (u in self.codes and nbytes[u] < nbytes[s]))
+            ]
             if missing:
                 stack += missing
             else:

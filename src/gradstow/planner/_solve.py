@@ -196,12 +196,13 @@ def _too_small(problem: Problem, least: Minimum, step_budget: int) -> BudgetTooS
     graph, peak = problem.graph, max(least.outcome.peak_bytes, _replayed_peak(problem, least.outcome.order))
     optimizer = optimizer_peak(graph, problem.costs)
     needed = max(peak, optimizer) + graph.resident.total
+    schedule = "schedule with these codes" if problem.lazy else "schedule"  # others keep other values
     step = f", of which optimizer.step needs {format_bytes(optimizer)}" if optimizer > peak else ""
     return BudgetTooSmall(
         f"no plan fits: the budget leaves {format_bytes(step_budget)} for the step above the "
         f"{format_bytes(graph.resident.total)} that are resident, and the smallest step peak found is "
         f"{format_bytes(peak)}, set by {_culprit(problem, least.outcome)}; under {format_bytes(least.proven_bytes)} "
-        f"no schedule can be. The smallest budget is {needed} bytes ({format_bytes(needed)}){step}. Give at least "
+        f"no {schedule} can be. The smallest budget is {needed} bytes ({format_bytes(needed)}){step}. Give at least "
         "that, or use a smaller batch.",
         budget_bytes=step_budget + graph.resident.total,
         minimum_bytes=needed,
