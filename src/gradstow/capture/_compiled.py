@@ -1,4 +1,4 @@
-"""What Inductor does to a joint graph before it is partitioned: its decompositions and its joint-graph passes."""
+"""What Inductor does to a joint graph: its decompositions, its joint-graph passes, its layouts of convolutions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import fx
 from gradstow._ops import keep_mask
 
 aten = torch.ops.aten
+CALLED_WITH = "gradstow_called_with"  # a node's arguments as the compiled code hands them over, where that is known
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -44,3 +45,22 @@ def joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     return joint_graph_passes(joint)
+
+
+def note_layouts(module: fx.GraphModule) -> None:
+    """Note at convolutions the layouts in which compiled code will call them: another kernel, of another price."""
+    from torch._inductor.graph import GraphLowering
+
+    if not GraphLowering.decide_layout_opt(module, is_inference=False):
+        return
+    tensors = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
+    for node in module.graph.nodes:
+        vals = [_val(item) for item in node.args]
+        count = tensors.get(node.target, 0)
+        if count and vals[0].dim() == 4:
+            last = [val.contiguous(memory_format=torch.channels_last) for val in vals[:count]]
+            node.meta[CALLED_WITH] = [*last, *vals[count:]]
+
+
+def _val(item: Any) -> Any:
+    return item.meta.get("val") if isinstance(item, fx.Node) else item

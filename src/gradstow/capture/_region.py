@@ -16,6 +16,7 @@ from gradstow._codes import CODES
 from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
 from gradstow.actions import Action, Offers
+from gradstow.capture._compiled import CALLED_WITH, note_layouts
 from gradstow.capture._fuse import Kernel, fuse
 from gradstow.capture._gradients import copy_gradients
 from gradstow.capture._inplace import overwritable
@@ -98,7 +99,9 @@ def build_region(
     gradient that the forward itself changes. ``actions`` put in what they can; the region names them.
     ``fused``: ops are the kernels that a compiler will make.
     """
-    module = fuse(module, changed) if fused else module
+    if fused:
+        module = fuse(module, changed)
+        note_layouts(module)
     copy_gradients(module.graph, num_forward_outputs, roles)
     offers = Offers(module.graph, *_parts(module.graph, num_forward_outputs), signature)
     for action in actions if managed else ():
@@ -366,7 +369,7 @@ def signature(node: fx.Node) -> str:
         return node.target.signature(node)
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
-    return encode(str(node.target), _values(node.args), _values(node.kwargs))
+    return encode(str(node.target), node.meta.get(CALLED_WITH) or _values(node.args), _values(node.kwargs))
 
 
 def _values(item: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,10 +17,13 @@ from torch.utils._pytree import tree_leaves
 from gradstow._signature import encode
 from gradstow.ir import OpCost
 
+Price = Callable[[Sequence[str]], Mapping[str, OpCost]]
+
 _numbers = itertools.count()
 _CHOICES = 1  # raise it when Inductor is asked to choose otherwise
 _NEAR = 6  # nodes between two that may become one loop without one reading the other's result
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda", "empty_strided_xpu")
+_NO_CALLS = (torch.ops.aten.empty_strided.default, torch.ops.aten.as_strided.default)
 _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment", "assert_tensor_metadata")
 
 
@@ -40,18 +43,23 @@ class Compiled:
         return self.code(args)
 
 
-def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], *, backward: bool) -> Compiled:
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[Any], *, backward: bool, free: Collection[int] = ()
+) -> Compiled:
     """Compile a planned graph.
 
-    ``inputs``: fakes in the layouts that really come. What the graph returns has the layouts that its nodes have.
+    ``inputs``: fakes in the layouts that really come. What the graph returns has the layouts that its nodes have, but
+    for the positions ``free``, whose layouts Inductor chooses.
     """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
     output = module.graph.output_node()
     given = list(output.args[0])
-    output.meta["user_visible_output_idxs"] = [i for i, item in enumerate(given) if isinstance(item, fx.Node)]
-    tag = f"{torch.compiler.config.cache_key_tag} gradstow {_CHOICES}"  # Inductor's caches do not know of its choices
+    fixed = [i for i, item in enumerate(given) if isinstance(item, fx.Node) and i not in free]
+    output.meta["user_visible_output_idxs"] = fixed
+    # Inductor's caches know neither of its choices nor of which layouts are fixed
+    tag = f"{torch.compiler.config.cache_key_tag} gradstow {_CHOICES} {fixed}"
     settings: Any = torch.compiler.config
     with V.set_choices_handler(_near_only()), settings.patch(cache_key_tag=tag):
         code: Any = compile_fx_inner(
@@ -88,23 +96,41 @@ def _near_only() -> Any:
 
 
 def compiled_peak(
-    forward: Compiled, backward: Compiled, outputs: int, costs: Mapping[str, OpCost], *, held: bool
+    forward: Compiled,
+    backward: Compiled,
+    outputs: int,
+    costs: Mapping[str, OpCost],
+    *,
+    held: bool,
+    price: Price,
 ) -> int | None:
     """Most bytes that a compiled region has alive above its inputs, gradients included; None where it is not known.
 
-    The code that calls the kernels runs on fakes, kernels left out: it allocates and frees as it will.
+    The code that calls the kernels runs on fakes, kernels left out: it allocates and frees as it will. Where it calls
+    a library otherwise than was planned, in layouts of Inductor's choice, that is priced here.
 
     Args:
         outputs: how many of the forward's results are the caller's; the rest is saved for the backward.
         costs: working memory of library calls.
         held: whether the caller holds the outputs while the backward runs.
+        price: what calls cost that ``costs`` does not have, by signature.
     """
     if not forward.source or not backward.source:
         return None
     mode = torch._guards.detect_fake_mode([*forward.inputs, *backward.inputs])
     if mode is None:
         return None
-    with torch.utils._python_dispatch._disable_current_modes(), mode, _Counting(costs) as counting:
+    counting = _count(forward, backward, outputs, _Counting(costs), held, mode)
+    if counting.unknown:
+        found = {text: cost for text, cost in price(list(counting.unknown)).items() if cost.how != "unknown"}
+        counting = _count(forward, backward, outputs, _Counting({**costs, **found}), held, mode)
+    return counting.peak
+
+
+def _count(
+    forward: Compiled, backward: Compiled, outputs: int, counting: _Counting, held: bool, mode: Any
+) -> _Counting:
+    with torch.utils._python_dispatch._disable_current_modes(), mode, counting:
         given = [_copy(item) for item in forward.inputs]
         counting.ignore(given)
         results = list(_runner(forward.source)(list(given)))
@@ -119,18 +145,20 @@ def compiled_peak(
         gradients = _runner(backward.source)(args)
         counting.look()
         del gradients, kept
-    return counting.peak
+    return counting
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the bytes of storages that are alive."""
+    """Counts the bytes of storages that are alive.
+
+    ``unknown``: signatures of calls whose working memory is guessed, by what their op needs elsewhere.
+    """
 
     def __init__(self, costs: Mapping[str, OpCost]) -> None:
         super().__init__()
         self.costs, self.peak = costs, 0
-        self._most: dict[
-            str, int
-        ] = {}  # by the op's name, for calls that Inductor makes otherwise than they were priced
+        self.unknown: dict[str, None] = {}
+        self._most: dict[str, int] = {}  # by the op's name
         for signature, cost in costs.items():
             name = _name(signature[2:].partition('"')[0])
             self._most[name] = max(cost.working_bytes, self._most.get(name, 0))
@@ -147,11 +175,15 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _ref(tensor) not in self._ignored:
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            if _ref(tensor) not in self._ignored:
                 self._there[_ref(tensor)] = tensor.untyped_storage().nbytes()
-        cost = self.costs.get(encode(str(func), args, kwargs or {}))
+        signature = encode(str(func), args, kwargs or {})
+        cost = self.costs.get(signature)
         self.look(self._most.get(_name(str(func)), 0) if cost is None else cost.working_bytes)
+        if cost is None and signature and made and func not in _NO_CALLS:
+            self.unknown[signature] = None
         return result
 
 

@@ -71,9 +71,16 @@ class RegionProgram:
     def build_forward(self, inputs: Sequence[Any]) -> None:
         """Make its code; ``inputs`` are fakes of what will come."""
         if self.region.fused:
-            self.forward = compile_graph(self.lowered.forward, inputs, backward=False)
+            self.forward = compile_graph(self.lowered.forward, inputs, backward=False, free=self._free())
         else:
             self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
+
+    def _free(self) -> list[int]:
+        """Positions of what the forward saves for the backward in any layout: not where that goes by its memory."""
+        strided = self.lowered.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+        fixed = {source.name for node in strided for source in node.all_input_nodes}
+        first = self.num_forward_outputs
+        return [first + i for i, name in enumerate(self.lowered.saved) if name not in fixed]
 
     def build_backward(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
         if self.region.fused:

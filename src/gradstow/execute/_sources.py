@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +21,13 @@ from gradstow.capture import (
     fingerprint,
     is_tangent,
     normalize,
+    on_real_tensors,
     was_told,
 )
+from gradstow.cost import measured_costs
 from gradstow.execute._inductor import compiled_peak
 from gradstow.execute._program import RegionProgram
-from gradstow.ir import PlanData, Region, RegionSchedule, Resident, StepGraph, just_in_time, replay
+from gradstow.ir import OpCost, PlanData, Region, RegionSchedule, Resident, StepGraph, just_in_time, replay
 
 Boxed = Callable[[list[Any]], Any]
 Alone = Callable[[Region], RegionSchedule]
@@ -127,12 +130,17 @@ class Planned:
         allowed = None if plan is None else plan.step_budget_bytes
         if plan is None or allowed is None or program.compiled is None:
             return
+        alone = _peak_alone(plan, program.region)
         needed = compiled_peak(
-            *program.compiled, program.num_forward_outputs, plan.costs.costs, held=program.region.held
+            *program.compiled,
+            program.num_forward_outputs,
+            plan.costs.costs,
+            held=program.region.held,
+            price=partial(_measured, plan.graph.device, allowed),
         )
         if needed is None:
             return
-        beside = needed - _peak_alone(plan, program.region)
+        beside = needed - alone
         excess = Excess(beside, plan.predicted_step_peak_bytes + beside - allowed)
         if excess.over > 0 and not begun:
             raise OverPlanned(excess)
@@ -178,6 +186,12 @@ class Recorded:
             id(program),
             CompiledGraph(program.raw, program.num_forward_outputs, mutated=program.changed, end=program.end),
         )
+
+
+def _measured(device: str, limit_bytes: int, signatures: Sequence[str]) -> Mapping[str, OpCost]:
+    """Prices of library calls, taken while a graph is compiled, of which nothing runs yet."""
+    with on_real_tensors():
+        return measured_costs(signatures, device, limit_bytes).costs
 
 
 def _peak_alone(plan: PlanData, region: Region) -> int:
