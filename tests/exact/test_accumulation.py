@@ -297,6 +297,18 @@ def test_a_shared_weight_under_autocast() -> None:
     assert deliveries(assert_equal_twins(lambda: Net(tied=True), under_autocast)) > 2
 
 
+def test_a_weight_that_two_graphs_share_under_autocast_is_named() -> None:
+    model = gs.stow(Net(tied=True, broken=True).train(), "60%")
+    with pytest.warns(UserWarning, match=r"layers\.0\.weight of Net is read under autocast on both sides"):
+        under_autocast(model)
+
+
+@pytest.mark.filterwarnings("error:.*is read under autocast")
+@pytest.mark.parametrize("options", [{"tied": True}, {"broken": True}], ids=str)
+def test_no_weight_is_named_without_need(options: dict[str, bool]) -> None:
+    under_autocast(gs.stow(Net(**options).train(), "60%"))
+
+
 @pytest.mark.xfail(
     strict=True, reason="plain autocast casts a weight once for all graphs, and each graph casts its own"
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from gradstow._errors import CaptureError
+from gradstow._errors import CaptureError, warn_user
 from gradstow.actions import Action, Codes, kept_as
+from gradstow.capture._casts import shortened
 from gradstow.capture._log import RegionRecord, StepLog
 from gradstow.capture._model import applied_gradients, device_of, existing_gradients, resident_bytes, weights_signature
 from gradstow.capture._normalize import normalize
@@ -117,6 +119,7 @@ def captured(
             f"the loss does not depend on any trainable parameter of {type(model).__name__}, so there is no "
             "backward to plan. Check that the loss uses the model's output and that it is not detached."
         )
+    _say_cast_apart(model, log.order)
     applied = applied_gradients(model)
     common = StepGraph(
         regions=(),
@@ -137,6 +140,19 @@ def captured(
         versions={"torch": torch.__version__},
     )
     return Captured(tuple(log.order), step.outputs_held, existing_gradients(model), applied, common)
+
+
+def _say_cast_apart(model: torch.nn.Module, order: list[RegionRecord]) -> None:
+    """Warn of weights that plain autocast casts once for several graphs, of which each casts its own here."""
+    counts = Counter(p for r in order for p in shortened(r.compiled.joint, [role.parameter for role in r.roles]))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    apart = [trained[position] for position, count in sorted(counts.items()) if count > 1]
+    if apart:
+        warn_user(
+            f"gradstow: {', '.join(apart)} of {type(model).__name__} is read under autocast on both sides of a graph "
+            "break. Plain PyTorch adds up such gradients in the short type, and here each graph has its own cast, so "
+            "last bits may differ. Take the break out, or train with torch.autocast(..., cache_enabled=False)."
+        )
 
 
 def _ending(breaks: tuple[GraphBreak, ...], order: list[RegionRecord]) -> tuple[GraphBreak, ...]:

@@ -20,9 +20,10 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradstow.capture._normalize import copy_graph
+from gradstow.capture._normalize import copy_graph, is_tangent
 
 aten = torch.ops.aten
+_SHORT = (torch.bfloat16, torch.float16)
 
 
 def share_casts(given: fx.GraphModule, inputs: Sequence[Any], fake: Callable[[Any], Any]) -> fx.GraphModule:
@@ -50,6 +51,20 @@ def cast(value: torch.Tensor, dtype: torch.dtype, differentiable: bool) -> torch
     """A copy that autocast keeps is cast with gradients, also where a part without gradients is the first to ask."""
     with torch.set_grad_enabled(differentiable):
         return value.to(dtype)
+
+
+def shortened(joint: fx.GraphModule, parameters: Sequence[int]) -> set[int]:
+    """The parameters that a joint graph casts to a short type. ``parameters``: by input, -1 for other inputs."""
+    places = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    return {
+        parameter
+        for place, parameter in zip(places, parameters, strict=True)
+        if parameter >= 0 and any(u.target is aten._to_copy.default and _is_short(u) for u in place.users)
+    }
+
+
+def _is_short(node: fx.Node) -> bool:
+    return node.meta["val"].dtype in _SHORT
 
 
 @dataclass(slots=True)
