@@ -19,13 +19,12 @@ from gradstow._units import Budget, format_bytes, parse_budget
 from gradstow._wanted import Wanted
 from gradstow.actions import LOSSLESS, Action, Codes
 from gradstow.capture import Captured, RehearsalFailed, Step, aten_names, capture, device_of, tensors
-from gradstow.cost import analytic_costs, kernel_costs, measured_costs, transfer_costs
+from gradstow.cost import analytic_costs, kernel_costs, measured_costs, timing_limit, transfer_costs
 from gradstow.ir import CostTable, OpCost, RegionSchedule, StepGraph
 from gradstow.offload import check_place
 from gradstow.planner import Effort, make_plan, optimizer_peak, plain_step_peak, smallest_peak, store_all_peak
 from gradstow.planner import frontier as find_frontier
 
-_TIMING_LIMIT = 1 << 30  # bytes that timing one op may take where the budget does not say less
 _NO_GAIN = 0.003  # added time, as a part of the plain step's, that no other way of planning is tried for
 _TRIED = 2  # choices of codes that are planned with a solver, those that look best without
 _HEADROOM = 0.1  # share of the free memory that "auto" leaves alone
@@ -80,7 +79,8 @@ def _prices(texts: Sequence[str], device: str, wanted: Wanted) -> CostTable:
     if wanted.profile is not None:
         costs = analytic_costs(ops, wanted.profile)
     else:
-        limit, say = _timing_limit(wanted.budget), partial(wanted.say, "time ops")
+        given = None if wanted.budget is None else wanted.budget.total_bytes
+        limit, say = timing_limit(given), partial(wanted.say, "time ops")
         costs = measured_costs(ops, device, limit, say)
     return replace(costs, costs={**costs.costs, **moves}) if moves else costs
 
@@ -303,12 +303,6 @@ def _stores_all(priced: Priced, wanted: Wanted) -> bool:
     """Whether there is no limit, or everything fits in it."""
     budget = _step_budget(priced, wanted)
     return budget is None or store_all_peak(priced.graph, priced.costs) <= budget
-
-
-def _timing_limit(budget: Budget | None) -> int:
-    """Bytes that timing one op may take."""
-    given = None if budget is None else budget.total_bytes
-    return _TIMING_LIMIT if given is None else min(_TIMING_LIMIT, given)
 
 
 def _with_room(graph: StepGraph, costs: CostTable) -> StepGraph:

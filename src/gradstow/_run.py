@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,8 +58,9 @@ class Run:
     really runs is another one, a real step is recorded, storing all, and planned from what it did.
     """
 
-    def __init__(self, module: torch.nn.Module, wishes: Wishes) -> None:
+    def __init__(self, module: torch.nn.Module, wishes: Wishes, met: Callable[[], int] = lambda: 0) -> None:
         self.wishes = wishes
+        self._met = met  # the largest step budget that the model had for another kind of batch, in bytes
         self._names = _Names(module)
         # by which gradients exist already, and which are applied inside the backward
         self._executors: dict[tuple[frozenset[int], frozenset[int]], Executor] = {}
@@ -199,17 +201,31 @@ class Run:
                 return plan, True
         step = Step(_call, (args, kwargs), optimizer=wishes.optimizer)
         if self._recording is not None:
-            self.last = plan_captured(self._recording.captured(module, step), wishes.wanted)
+            self.last = self._within(self._recording.captured(module, step), wishes.wanted)
         else:
             captured = self._captured or capture_step(module, step, wishes.wanted)
             self._captured = captured if wishes.wanted.codegen == "inductor" else None
             try:
-                self.last = plan_captured(captured, replace(wishes.wanted, margin=self._margin))
+                self.last = self._within(captured, replace(wishes.wanted, margin=self._margin))
             except BudgetTooSmall as error:
                 if not self._margin:
                     raise
                 raise _needs_more(error.minimum_bytes, self._margin) from error
         return self.last, False
+
+    def _within(self, captured: Captured, wanted: Wanted) -> Plan:
+        """A plan within the budget. A percentage that does not do for a small batch is that of a batch before it."""
+        try:
+            return plan_captured(captured, wanted)
+        except BudgetTooSmall:
+            met = self._met()
+            if wanted.budget is None or wanted.budget.percent is None or not met:
+                raise
+            try:
+                return plan_captured(captured, wanted.limited(Budget(total_bytes=met + captured.resident_bytes)))
+            except BudgetTooSmall:
+                pass
+            raise
 
     def _plan_again(self, executor: Executor, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
         """The model changed: rehearse what it is now. The old plan stays, for when it changes back."""

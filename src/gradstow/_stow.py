@@ -198,11 +198,16 @@ class _Stowed:
         key = _run_key(module, args, kwargs)
         with self._lock:
             if key not in self._runs:
-                self._runs[key] = Run(module, self.wishes)
+                self._runs[key] = Run(module, self.wishes, self._met)
             self._runs.move_to_end(key)
             while len(self._runs) > self.max_plans:
                 self._runs.popitem(last=False)
             return self._runs[key]
+
+    def _met(self) -> int:
+        """The largest step budget of any batch so far, in bytes."""
+        plans = [run.last for run in self._runs.values() if run.last is not None]
+        return max((plan.step_budget_bytes or 0 for plan in plans), default=0)
 
 
 def _trains(module: torch.nn.Module) -> bool:

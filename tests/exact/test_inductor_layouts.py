@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,11 +52,13 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def convolutions(signatures: Any) -> Iterator[list[torch.Tensor]]:
-    """The tensors that each convolution is called with, without data."""
+    """The tensors that each convolution but the first one is called with, without data."""
     for text in signatures:
         target, args, _ = json.loads(text)
         if "convolution" in target:
-            yield [torch.empty_strided(*a["T"][:2], device="meta") for a in args if isinstance(a, dict)]
+            found = [torch.empty_strided(*a["T"][:2], device="meta") for a in args if isinstance(a, dict)]
+            if not any(t.shape[1:2] == (3,) for t in found):  # the batch stays as it came
+                yield found
 
 
 def channels_last(tensors: list[torch.Tensor]) -> bool:
@@ -69,7 +73,7 @@ def test_convolutions_are_priced_as_they_will_be_called(priced: list[str]) -> No
     assert plan.step_budget_bytes is not None
     assert peak <= plan.step_budget_bytes
     found = list(convolutions(plan.costs.costs))
-    assert len(found) >= 4
+    assert len(found) >= 2
     assert all(channels_last(tensors) for tensors in found)
     assert not list(convolutions(priced))
 
@@ -97,3 +101,85 @@ def test_what_is_saved_for_the_backward_is_not_copied_into_another_layout(monkey
     for source in sources:
         assert source.count("(8, 16, 32, 32), (16384, 1, 512, 16)") >= 4
         assert source.count("empty_strided_cpu((8, 16, 32, 32), (16384, 1024, 32, 1)") <= 1  # behind the last one
+
+
+class TwoHeads(nn.Module):
+    """The second head reads a view of what the first one makes convolutions of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(1024, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.a(x).relu()
+        return self.b(y).mean(), self.c(y.flatten(2)).sin().mean()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_head_without_a_gradient(used: int) -> None:
+    torch.manual_seed(0)
+    plain = TwoHeads().train()
+    stowed = gs.stow(copy.deepcopy(plain), budget="100%", codegen="inductor")
+    plain(X)[used].backward()
+    loss = stowed(X)[used]
+    with pytest.warns(UserWarning, match="got no gradient"):
+        loss.backward()
+    for (name, expected), found in zip(plain.named_parameters(), stowed.parameters(), strict=True):
+        assert (expected.grad is None) == (found.grad is None), name
+        if expected.grad is not None and found.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_convolutions_on_disk(tmp_path: Path) -> None:
+    model = gs.stow(net(), budget="90%", codegen="inductor", offload=f"disk:{tmp_path}")
+    train(model)
+
+
+class Attends(nn.Module):
+    """Attention over what a convolution makes: library calls in layouts that nobody foresaw."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, width, 3, padding=1), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.stem(x).relu()
+        batch, width, high, wide = y.shape
+        t = self.norm(y.flatten(2).transpose(1, 2))
+        q, k, v = self.qkv(t).view(batch, high * wide, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        t = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, high * wide, width)
+        return (y + self.out(t).transpose(1, 2).view(batch, width, high, wide)).sin().mean()
+
+
+class Outside(nn.Module):
+    """Returns what its loss is made of: grouped, dilated and transposed convolutions in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.g = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, groups=4, stride=2, padding=2, dilation=2)
+        self.n, self.t = nn.BatchNorm2d(16), nn.ConvTranspose2d(32, 8, 3, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.t(self.g(self.n(self.a(x)).relu()).relu())
+
+
+@pytest.mark.parametrize("kind", [Attends, Outside])
+def test_the_smallest_budget_holds(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    x = X[:4, :, :16, :16].contiguous(memory_format=torch.channels_last)
+    budget = 1000
+    for _ in range(6):
+        model = gs.stow(kind().train().to(memory_format=torch.channels_last), budget=budget, codegen="inductor")
+        try:
+            model(x).sum().backward()
+            break
+        except gs.errors.BudgetTooSmall as refused:
+            budget = refused.minimum_bytes
+    model.zero_grad()
+    with measure_peak("cpu") as memory:
+        model(x).sum().backward()
+    plan = plan_of(model)
+    assert plan is not None
+    assert plan.step_budget_bytes is not None
+    assert memory.peak_bytes <= plan.step_budget_bytes + 16  # the sum and its gradient are outside of the model

@@ -86,9 +86,9 @@ BUDGETS: dict[Loop, str] = {
     accumulate: "1MiB",
     change: "1MiB",
     freeze: "1MiB",
-    retain: "80%",
-    only_one: "80%",
-    ask: "80%",
+    retain: "90%",
+    only_one: "90%",
+    ask: "90%",
 }
 
 

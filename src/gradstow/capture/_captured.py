@@ -61,6 +61,11 @@ class Captured:
         return replace(self, common=replace(self.common, versions={**self.common.versions, "compiling": "told"}))
 
     @property
+    def resident_bytes(self) -> int:
+        """What is there before the step starts."""
+        return self.common.resident.total
+
+    @property
     def facts(self) -> str:
         """What decides the graphs that can be made, where the plain one does not show it."""
         runs = [(r.roles, sorted(r.changed), r.mask, r.ran_backward, r.compiled.mutated) for r in self.order]

@@ -12,7 +12,8 @@ from torch import fx
 from gradstow._ops import keep_mask
 
 aten = torch.ops.aten
-CALLED_WITH = "gradstow_called_with"  # a node's arguments as the compiled code hands them over, where that is known
+_CALLED_WITH = "gradstow_called_with"
+_TENSORS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}  # how many of their arguments lie so
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -53,13 +54,17 @@ def note_layouts(module: fx.GraphModule) -> None:
 
     if not GraphLowering.decide_layout_opt(module, is_inference=False):
         return
-    tensors = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
     for node in module.graph.nodes:
         vals = [_val(item) for item in node.args]
-        count = tensors.get(node.target, 0)
+        count = _TENSORS.get(node.target, 0)
         if count and vals[0].dim() == 4:
             last = [val.contiguous(memory_format=torch.channels_last) for val in vals[:count]]
-            node.meta[CALLED_WITH] = [*last, *vals[count:]]
+            node.meta[_CALLED_WITH] = [*last, *vals[count:]]
+
+
+def called_with(node: fx.Node) -> Any:
+    """Its arguments in the layouts noted for it, or None. (What is made of a node has a copy of its notes.)"""
+    return node.meta.get(_CALLED_WITH) if node.target in _TENSORS else None
 
 
 def _val(item: Any) -> Any:

@@ -16,7 +16,7 @@ from gradstow._codes import CODES
 from gradstow._ops import keep_mask, masked_scale
 from gradstow._signature import encode
 from gradstow.actions import Action, Offers
-from gradstow.capture._compiled import CALLED_WITH, note_layouts
+from gradstow.capture._compiled import called_with, note_layouts
 from gradstow.capture._fuse import Kernel, fuse
 from gradstow.capture._gradients import copy_gradients
 from gradstow.capture._inplace import overwritable
@@ -369,7 +369,7 @@ def signature(node: fx.Node) -> str:
         return node.target.signature(node)
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
-    return encode(str(node.target), node.meta.get(CALLED_WITH) or _values(node.args), _values(node.kwargs))
+    return encode(str(node.target), called_with(node) or _values(node.args), _values(node.kwargs))
 
 
 def _values(item: Any) -> Any:

@@ -7,7 +7,7 @@ from gradstow.cost._analytic import Profile, analytic_costs, find_profile
 from gradstow.cost._cache import cache_folder, cost_key, measured_costs, write_whole
 from gradstow.cost._kernels import kernel_costs
 from gradstow.cost._live import Memory, memory
-from gradstow.cost._measure import measure
+from gradstow.cost._measure import measure, timing_limit
 from gradstow.cost._memory import PeakMemory, measure_peak, paused
 from gradstow.cost._saved import saved_by_modules
 from gradstow.cost._transfers import bandwidth_of, transfer_costs
@@ -28,6 +28,7 @@ __all__ = [
     "memory",
     "paused",
     "saved_by_modules",
+    "timing_limit",
     "transfer_costs",
     "write_whole",
 ]

@@ -15,6 +15,15 @@ from gradstow.cost._memory import paused
 from gradstow.cost._shrink import analytic, shrink
 from gradstow.ir import CostTable, OpCost
 
+# Bytes that timing one op may take: what the budget says, but within these. An op's inputs may share memory, which its
+# call does not show, so that one that runs inside of a small budget may look too large for it.
+_LEAST, _MOST = 1 << 26, 1 << 30
+
+
+def timing_limit(budget_bytes: int | None) -> int:
+    """Bytes that timing one op may take, for a step with this budget."""
+    return _MOST if budget_bytes is None else max(_LEAST, min(_MOST, budget_bytes))
+
 
 @dataclass(frozen=True, slots=True)
 class _Trial:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from gradstow._errors import CaptureError
+from gradstow._errors import CaptureError, warn_user
 from gradstow.capture import (
     aot,
     call_module,
@@ -31,9 +31,11 @@ from gradstow.execute._sources import Source
 from gradstow.execute._stream import Handover
 from gradstow.ir import GraphBreak
 
+_MOST_TASKS = 8  # backwards that run at a time, at most
 _CHANGED = (
     "{name} was changed in place between the forward and the backward that needs it (version {now}, "
-    "expected {then}). Plain PyTorch refuses this too: change it after the backward, or on a clone."
+    "expected {then}). Plain PyTorch refuses this wherever its backward reads it: change it after the backward, or on "
+    "a clone."
 )
 _DOUBLE = (
     "create_graph=True asks for a backward of the backward, which a planned region does not have. "
@@ -42,6 +44,13 @@ _DOUBLE = (
 _AUTOCAST = (
     "the backward runs inside an autocast block, where plain PyTorch rounds some gradients otherwise than planned. "
     "Call backward after the `with torch.autocast(...)` block, as PyTorch recommends, or use `with gs.plain():`."
+)
+
+
+_SUMMED = (
+    "gradstow: {name} is used several times in a model that ran several times before one backward. Its gradient is "
+    "added up run by run, in another order than plain PyTorch's, so last bits may differ. Call backward after each "
+    "forward, give all in one call, or run these steps under `with gs.plain():`."
 )
 
 
@@ -71,6 +80,7 @@ class Executor:
         self.programs: list[RegionProgram] = []
         self._name_of = name_of
         self.ran = 0  # planned graphs that ran in the last call
+        self.said_summed = False
         self._begun = False  # whether anything of the model ran in it
         self._call = torch.compile(fresh_function(call_module), backend=self.compile, dynamic=False)
 
@@ -131,18 +141,20 @@ class Executor:
             handover = Handover(program.groups) if program.groups and torch.is_grad_enabled() else None
             outputs = compiled(*(args if handover is None else handover.attach(args)))
             self.ran += 1
-            self._guard(program, watched, handover, outputs)
+            self._guard(program, watched, _Sums(program, args, self), handover, outputs)
             return outputs
 
         return call
 
-    def _guard(self, program: RegionProgram, watched: list[_Watched], handover: Handover | None, outputs: Any) -> None:
+    def _guard(
+        self, program: RegionProgram, watched: list[_Watched], sums: _Sums, handover: Handover | None, outputs: Any
+    ) -> None:
         """Let absent gradients be None, refuse double backward and changed tensors by name."""
         for node in compiled_nodes(outputs):
             if "gradstow_guarded" not in node.metadata:
                 node.metadata["gradstow_guarded"] = True
                 node.set_materialize_grads(False)
-                node.register_prehook(_Prehook(program, watched, handover, self._name_of, self.device))
+                node.register_prehook(_Prehook(program, watched, sums, handover, self._name_of, self.device))
 
     def _watch(self, program: RegionProgram, args: tuple[Any, ...]) -> list[_Watched]:
         return [
@@ -152,6 +164,32 @@ class Executor:
         ]
 
 
+class _Sums:
+    """Notices gradients that are added up in another order than plain PyTorch's.
+
+    Autograd adds what each use brings to what is there; a region brings the sum of its own uses.
+    """
+
+    _tasks: ClassVar[dict[int, set[int]]] = {}  # running backward → parameters that a region has brought gradients of
+
+    def __init__(self, program: RegionProgram, args: tuple[Any, ...], executor: Executor) -> None:
+        self._several = {id(args[i]): weakref.ref(args[i]) for i, several in program.summed.items() if several}
+        self._all = {id(args[i]) for i in program.summed}
+        self._executor = weakref.ref(executor)
+
+    def look(self, name_of: Callable[[torch.Tensor], str]) -> None:
+        """A region's backward begins."""
+        task = torch._C._current_graph_task_id()
+        while len(self._tasks) > _MOST_TASKS:
+            self._tasks.pop(next(iter(self._tasks)))
+        before = self._tasks.setdefault(task, set())
+        executor, found = self._executor(), [self._several[i]() for i in self._several.keys() & before]
+        before |= self._all
+        if found and executor is not None and not executor.said_summed and found[0] is not None:
+            executor.said_summed = True
+            warn_user(_SUMMED.format(name=name_of(found[0])))
+
+
 class _Prehook:
     """Runs before a region's backward."""
 
@@ -159,11 +197,13 @@ class _Prehook:
         self,
         program: RegionProgram,
         watched: list[_Watched],
+        sums: _Sums,
         handover: Handover | None,
         name_of: Callable[[torch.Tensor], str],
         device: str,
     ) -> None:
         self.program, self.watched, self.handover, self.name_of = program, watched, handover, name_of
+        self.sums = sums
         self.device = device
 
     def __call__(self, _gradients: Any) -> None:
@@ -176,6 +216,7 @@ class _Prehook:
             if tensor is not None and tensor._version != item.version:
                 name = self.name_of(tensor)
                 raise RuntimeError(_CHANGED.format(name=name, now=tensor._version, then=item.version))
+        self.sums.look(self.name_of)
         if self.handover is not None:
             self.handover.whole()
         self.program.current.handover = self.handover

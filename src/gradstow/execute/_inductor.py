@@ -122,7 +122,7 @@ def compiled_peak(
         return None
     counting = _count(forward, backward, outputs, _Counting(costs), held, mode)
     if counting.unknown:
-        found = {text: cost for text, cost in price(list(counting.unknown)).items() if cost.how != "unknown"}
+        found = {text: cost for text, cost in price(list(counting.unknown)).items() if cost.how == "measured"}
         counting = _count(forward, backward, outputs, _Counting({**costs, **found}), held, mode)
     return counting.peak
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gradstow._errors import CaptureError
+from gradstow._errors import CaptureError, warn_user
 from gradstow.actions import named
 from gradstow.capture import (
     InputRole,
@@ -36,7 +36,8 @@ class RegionProgram:
 
     ``generate`` is the code generator (eager here); the graphs that it gets are in ``lowered``. Where the schedule
     delivers gradients, ``groups`` has their positions in the order in which they leave, the rest last. ``changed``:
-    inputs that the graph changes in place. ``end`` is the graph break behind the region, if one ended it.
+    inputs that the graph changes in place. ``end`` is the graph break behind the region, if one ended it. ``summed``:
+    inputs whose gradient goes to a ``.grad`` → whether it is the sum of several uses.
     """
 
     raw: fx.GraphModule
@@ -64,6 +65,7 @@ class RegionProgram:
         self._stand_ins: dict[int, torch.Tensor] = {}
         self.unplanned_runs = 0
         inputs = [n.name for n in self.raw.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        self.summed = _summed(self.region)
         self.saved_inputs = [i for i, name in enumerate(inputs) if name in self.lowered.saved]
 
     compiled: tuple[Compiled, Compiled] | None = field(init=False, default=None)
@@ -76,9 +78,13 @@ class RegionProgram:
             self.forward = self.generate(self.lowered.forward, self.lowered.forward_victims)
 
     def _free(self) -> list[int]:
-        """Positions of what the forward saves for the backward in any layout: not where that goes by its memory."""
+        """Positions of what the forward saves for the backward in any layout.
+
+        Not where the backward goes by its memory, and not what was given: it would be copied.
+        """
         strided = self.lowered.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
         fixed = {source.name for node in strided for source in node.all_input_nodes}
+        fixed |= {node.name for node in self.raw.graph.find_nodes(op="placeholder")}
         first = self.num_forward_outputs
         return [first + i for i, name in enumerate(self.lowered.saved) if name not in fixed]
 
@@ -158,6 +164,13 @@ class RegionProgram:
                 "under gs.plain()."
             )
         lowered = lower_backward(joint, schedule, self.lowered.saved)
+        if self.region.fused:
+            _reshape(lowered.backward.graph)  # what was saved may lie otherwise than it was traced
+            warn_user(
+                "gradstow: an output of the compiled model got no gradient, or one in another layout than planned. Its "
+                "backward is generated anew, without fused kernels, and may exceed the budget. Plan with the loss that "
+                "is really used (loss=...), or use codegen='eager'."
+            )
         code = self.generate(lowered.backward, lowered.backward_victims)
         if lowered.saved == self.lowered.saved:
             return code
@@ -186,6 +199,19 @@ class RegionProgram:
                 result[there[op.name]] = waiting
                 waiting = []
         return result
+
+
+def _summed(region: Region) -> dict[int, bool]:
+    read = [v for op in region.ops if not op.backward for v in op.inputs]
+    ends = enumerate(zip(region.inputs, region.gradients, region.accumulated, strict=True))
+    return {i: read.count(value) > 1 for i, (value, gradient, ends_here) in ends if gradient >= 0 and ends_here}
+
+
+def _reshape(graph: fx.Graph) -> None:
+    """Let views be copies where they must."""
+    for view in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        for node in graph.find_nodes(op="call_function", target=view):
+            node.target = torch.ops.aten.reshape.default
 
 
 def _groups(region: Region, schedule: RegionSchedule) -> list[tuple[int, ...]]:

@@ -24,7 +24,7 @@ from gradstow.capture import (
     on_real_tensors,
     was_told,
 )
-from gradstow.cost import measured_costs
+from gradstow.cost import measured_costs, timing_limit
 from gradstow.execute._inductor import compiled_peak
 from gradstow.execute._program import RegionProgram
 from gradstow.ir import OpCost, PlanData, Region, RegionSchedule, Resident, StepGraph, just_in_time, replay
@@ -136,7 +136,7 @@ class Planned:
             program.num_forward_outputs,
             plan.costs.costs,
             held=program.region.held,
-            price=partial(_measured, plan.graph.device, allowed),
+            price=partial(_measured, plan.graph.device, timing_limit(allowed + plan.resident_bytes)),
         )
         if needed is None:
             return
@@ -197,7 +197,8 @@ def _measured(device: str, limit_bytes: int, signatures: Sequence[str]) -> Mappi
 def _peak_alone(plan: PlanData, region: Region) -> int:
     """What is planned for a region, without the rest of the step."""
     index = next(i for i, r in enumerate(plan.graph.regions) if r is region)
-    graph = replace(plan.graph, regions=(region,), reserve_bytes=0, outside_bytes=0)
+    reserve = min(plan.graph.reserve_bytes, 1)  # a loss outside of the model: who holds which gradient depends on it
+    graph = replace(plan.graph, regions=(region,), reserve_bytes=reserve, outside_bytes=0)
     schedule = replace(plan.schedule, regions=(plan.schedule.regions[index],))
     return replay(graph, schedule, plan.costs).peak_bytes
 
