@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from gradstow._ops import keep_mask
+from gradstow.capture._fuse import val_of
 
 aten = torch.ops.aten
 _CALLED_WITH = "gradstow_called_with"
@@ -55,8 +56,8 @@ def note_layouts(module: fx.GraphModule) -> None:
     if not GraphLowering.decide_layout_opt(module, is_inference=False):
         return
     for node in module.graph.nodes:
-        vals = [_val(item) for item in node.args]
         count = _TENSORS.get(node.target, 0)
+        vals = [val_of(item) for item in node.args] if count else []
         if count and vals[0].dim() == 4:
             last = [val.contiguous(memory_format=torch.channels_last) for val in vals[:count]]
             node.meta[_CALLED_WITH] = [*last, *vals[count:]]
@@ -65,7 +66,3 @@ def note_layouts(module: fx.GraphModule) -> None:
 def called_with(node: fx.Node) -> Any:
     """Its arguments in the layouts noted for it, or None. (What is made of a node has a copy of its notes.)"""
     return node.meta.get(_CALLED_WITH) if node.target in _TENSORS else None
-
-
-def _val(item: Any) -> Any:
-    return item.meta.get("val") if isinstance(item, fx.Node) else item

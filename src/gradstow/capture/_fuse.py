@@ -76,7 +76,7 @@ class Kernel:
     def signature(self, node: fx.Node) -> str:
         """Its key in the cost table: what it reads, what it makes, how many ops it has."""
         made = node.meta["val"]
-        return encode("gradstow.kernel", [_val(a) for a in node.args], {"makes": made, "ops": self.ops})
+        return encode("gradstow.kernel", [val_of(a) for a in node.args], {"makes": made, "ops": self.ops})
 
 
 def fuse(module: fx.GraphModule, changed: Collection[int] = ()) -> fx.GraphModule:
@@ -261,5 +261,5 @@ def _same_place(place: fx.Node, made: Any) -> bool:
     return True
 
 
-def _val(item: Any) -> Any:
+def val_of(item: Any) -> Any:
     return item.meta.get("val") if isinstance(item, fx.Node) else item
